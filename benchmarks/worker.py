@@ -226,7 +226,7 @@ class HopEvents:
         self.reply: asyncio.Future[None] = loop.create_future()
         self.death: asyncio.Future[Death] = loop.create_future()
 
-    def take(self, message: frames.Message, blobs: list[bytes]) -> None:
+    def apply_frame(self, message: frames.Message, blobs: list[bytes]) -> None:
         del blobs
         if message[0] == "ready":
             self.ready.set_result(None)
@@ -243,7 +243,7 @@ async def measure_hop() -> None:
             engine=settings, memory_bytes=0, result_bytes_max=1 << 26, device_environment={}, sharing=Sharing(),
             progress_timeout_s=0.0, cancel_grace_s=1.0,
         ),
-        1, os.open(os.devnull, os.O_WRONLY), events.take, events.death.set_result,
+        1, os.open(os.devnull, os.O_WRONLY), events.apply_frame, events.death.set_result,
     )  # fmt: skip
     await events.ready
     for size, rounds in ((100, SINGLES), (1 << 20, 100)):

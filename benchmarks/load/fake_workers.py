@@ -2,7 +2,7 @@
 
     python -m benchmarks.load.fake_workers ADDRESS FIRST COUNT
 
-Each has its own connection and session, and uses the worker's link, session and wire modules: hello, heartbeats at the
+Each has its own session, and uses the worker's connection, session and wire modules: hello, heartbeats at the
 master's interval, leases, reports. There is no agent, engine or device behind them. Tasks of kind "echo" are answered
 at once, and the sensors are constant.
 """
@@ -16,7 +16,7 @@ import time
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
 from multigpu_worker.session import wire
-from multigpu_worker.session.link import Link, Metadata
+from multigpu_worker.session.master_connection import MasterConnection, Metadata
 from multigpu_worker.session.session import Report, ReportState, Session, SessionLimits
 
 from benchmarks.relay import loop_runner
@@ -29,7 +29,7 @@ JOINS_A_SECOND = 100
 
 
 class FakeWorker:
-    """See the module. It is the StreamHandler of its link."""
+    """See the module. It is the StreamHandler of its connection."""
 
     def __init__(self, address: str, number: int) -> None:
         device = DeviceInfo(device_id=f"fake-{number}", name="fake", product="fake", memory_total_bytes=1 << 34)
@@ -38,7 +38,7 @@ class FakeWorker:
             device=device, labels={}, slots=1, window_tasks=1024, window_bytes=64 << 20,
         )  # fmt: skip
         self.session = Session(SessionLimits())
-        self.link = Link(address, self)
+        self.connection = MasterConnection(address, self)
         self._last_frame = 0
         self._heartbeat_s = 1.0
         self._heartbeat_due = False
@@ -46,7 +46,7 @@ class FakeWorker:
 
     async def run(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        await self.link.run()
+        await self.connection.run()
 
     def hello(self) -> pb.SessionRequest:
         return wire.hello(self.identity, OFFERS, {}, self.session.held(hello=True))
@@ -61,7 +61,7 @@ class FakeWorker:
 
     def _want_heartbeat(self) -> None:
         self._heartbeat_due = True
-        self.link.wake()
+        self.connection.wake()
         self._beat = asyncio.get_running_loop().call_later(self._heartbeat_s, self._want_heartbeat)
 
     def received(self, response: pb.SessionResponse) -> None:
@@ -75,7 +75,7 @@ class FakeWorker:
         for revocation in response.revocations:
             self.session.revoke(revocation.lease_id)
         if response.lease_batches:
-            self.link.wake()
+            self.connection.wake()
 
     def next_frame(self) -> pb.SessionRequest | None:
         if self._heartbeat_due:
@@ -91,7 +91,7 @@ class FakeWorker:
     def disconnected(self, reason: str) -> None:
         if self._beat is not None:
             self._beat.cancel()
-        self.session.break_stream()
+        self.session.stream_broken()
 
 
 async def run(address: str, first: int, count: int) -> None:

@@ -188,7 +188,7 @@ def test_an_engine_error_that_is_no_text(text: Any) -> None:
 def test_an_invalid_self_test_result(words: Any) -> None:
     local_agent = LocalAgent()
     with pytest.raises(frames.FrameError):
-        local_agent.agent.pool.default.take(("self_test", *words), [])
+        local_agent.agent.pool.default.apply_frame(("self_test", *words), [])
     local_agent.close()
 
 

@@ -34,7 +34,7 @@ if "multigpu_worker.main" in sys.orig_argv:
         ("processes.pool", "EnginePool.died", "sleep"),
         # In a background task.
         ("models.loader", "ModelLoader.tick", ""),
-        ("health_monitor", "HealthMonitor._look", ""),
+        ("health_monitor", "HealthMonitor._update_health", ""),
     ],
 )
 async def test_an_internal_error_ends_the_worker_and_charges_no_task(

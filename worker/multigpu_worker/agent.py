@@ -20,7 +20,7 @@ from multigpu_worker.processes.default_process import EngineStartError
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.repository.model import ModelFolderError, Scan
-from multigpu_worker.session.link import Link, ProtocolMismatchError, TakenOverError
+from multigpu_worker.session.master_connection import MasterConnection, ProtocolMismatchError, TakenOverError
 from multigpu_worker.supervision import Supervision
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ class Agent:
     sampler: Sampler
     handlers: HandlersReload
     stream: MasterStream
-    link: Link
+    connection: MasterConnection
     find_catalog: Callable[[], Scan]
     # The number of ticks so far: systemd's watchdog is fed while it grows.
     ticks: int = 0
@@ -66,24 +66,33 @@ class Agent:
             kinds = sorted({kind for kind, _ in self.dispatcher.offers()})
             log.info("engine ready", pid=self.pool.default.pid, kinds=kinds)
             self.sampler.start()
-            chores = [supervision.watch(), self._beat(), self._tick(), self.health_monitor.run(), self.handlers.run()]
+            background_tasks = [
+                supervision.watch(),
+                self._beat(),
+                self._tick(),
+                self.health_monitor.run(),
+                self.handlers.run(),
+            ]
             if self.config.model_repository and self.config.repository_poll_s:
-                chores.append(self._poll())
+                background_tasks.append(self._poll())
             if self.pool.mps is not None:
-                chores.append(self.pool.mps.watch(self.pool.lost))
-            await self._keep_session(chores)
+                background_tasks.append(self.pool.mps.watch(self.pool.end_all_after_fault))
+            await self._keep_session(background_tasks)
         finally:
             self.sampler.stop()
             self.pool.stop()
             await self.pool.stopped()
 
-    async def _keep_session(self, chores: list[Coroutine[Any, Any, None]]) -> None:
-        """Keep the session until it is closed or rejected, and run `chores` meanwhile. If a chore fails, all end."""
+    async def _keep_session(self, background_tasks: list[Coroutine[Any, Any, None]]) -> None:
+        """Keep the session until it is closed or rejected, and run `background_tasks` meanwhile.
+
+        If one of them fails, all end.
+        """
         rejected: Exception | None = None
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(chore) for chore in chores]
+            tasks = [group.create_task(each) for each in background_tasks]
             try:
-                await self.link.run()
+                await self.connection.run()
             except (ProtocolMismatchError, TakenOverError) as error:
                 rejected = error
             for task in tasks:
@@ -107,7 +116,7 @@ class Agent:
         except TimeoutError:
             log.warning("giving back the leases that did not finish in time", leases=len(session.leases))
         if not dispatcher.stopped:
-            self._give_back_all("the worker is stopping")
+            self._return_all_leases("the worker is stopping")
             await self.pool.close()
         if not dispatcher.stopped:
             self.stop("the worker is stopping")
@@ -116,12 +125,12 @@ class Agent:
         """Give back all leases, and end the engines and the stream."""
         self.dispatcher.stopped = True
         self.dispatcher.settled.set()
-        self._give_back_all(reason)
+        self._return_all_leases(reason)
         self.pool.stop()
-        self.link.close()
+        self.connection.close()
 
-    def _give_back_all(self, reason: str) -> None:
-        self.dispatcher.session.return_all(reason, time.time_ns())
+    def _return_all_leases(self, reason: str) -> None:
+        self.dispatcher.session.return_all_leases(reason, time.time_ns())
         self.pool.forget()
 
     async def _beat(self) -> None:

@@ -29,7 +29,7 @@ from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.repository.folders import find_models
 from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.batcher import Batcher, BatchLimits
-from multigpu_worker.session.link import Link
+from multigpu_worker.session.master_connection import MasterConnection
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Session, SessionLimits
 from multigpu_worker.session.store_address import StoreAddress
@@ -86,8 +86,8 @@ def compose(
         handlers=handlers,
         mps_off=mps_off,
     )
-    link = Link(config.master, stream, Credentials.of(config))
-    dispatcher.connect(loader, health_monitor, link.wake)
+    connection = MasterConnection(config.master, stream, Credentials.of(config))
+    dispatcher.connect(loader, health_monitor, connection.wake)
     return Agent(
         config=config,
         dispatcher=dispatcher,
@@ -97,7 +97,7 @@ def compose(
         sampler=sampler,
         handlers=handlers,
         stream=stream,
-        link=link,
+        connection=connection,
         find_catalog=find_catalog,
     )
 

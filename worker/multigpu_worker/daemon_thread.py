@@ -24,5 +24,5 @@ async def to_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
             future.set_exception(error)
 
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name="daemon", daemon=True).start()
+    threading.Thread(target=context.run, args=(run,), name="file-reader", daemon=True).start()
     return await asyncio.wrap_future(future)

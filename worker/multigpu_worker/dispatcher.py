@@ -152,7 +152,7 @@ class Dispatcher:
         """The process that can now take a batch of `spec` that begins with `first`; None: there is none."""
         serves = self._loader.routes.serves(spec.kind)
         model = self._loader.routes.key_of(spec) if serves else None
-        if first is not None and first.exclusive and not self._loader.alone(model):
+        if first is not None and first.exclusive and not self._loader.nothing_else_loaded(model):
             return None
         if serves:
             return None if model is None else self._pool.target(model, first)
@@ -178,7 +178,7 @@ class Dispatcher:
         self._set_rules()
         self.pump()
 
-    def take_reports(self, reports: BatchReports, start_ns: int) -> None:
+    def apply_reports(self, reports: BatchReports, start_ns: int) -> None:
         for lease, fraction, note in reports.progress:
             lease.fraction, lease.note = fraction, note
         for lease, text in reports.logs:
@@ -199,7 +199,7 @@ class Dispatcher:
 
     def given_back(self, leases: list[Lease]) -> None:
         self.return_leases([lease for lease in leases if lease.recalled], "recalled", RECALLED)
-        self.batcher.give_way([lease for lease in leases if not lease.recalled])
+        self.batcher.requeue_in_place([lease for lease in leases if not lease.recalled])
         self.pump()
 
     def batch_done(self, process: EngineProcess, batch: EngineBatch, work_ns: int) -> None:
@@ -224,11 +224,11 @@ class Dispatcher:
         else:
             self._report(began_ns, now_ns, judged.reports)
         self.return_leases([lease for lease in judged.again if lease.recalled], "recalled", RECALLED)
-        self.batcher.put_back([lease for lease in judged.again if not lease.recalled])
+        self.batcher.requeue_first([lease for lease in judged.again if not lease.recalled])
         if judged.hardware:
             monitor.memory_failed(judged.hardware)
         if death.fault is not None:
-            self._pool.lost()
+            self._pool.end_all_after_fault()
             self.want_heartbeat()
         if isinstance(process, ModelProcess) and not self.stopped:
             self._loader.process_died(process, death)
@@ -253,10 +253,10 @@ class Dispatcher:
         inside = self._pool.inside()
         return [lease for lease_id, lease in self.session.leases.items() if lease_id not in inside]
 
-    def may_load(self) -> bool:
+    def can_load(self) -> bool:
         """Whether models may be loaded: the default process is ready, the device fit, and the worker not stopping."""
         pool = self._pool
-        return pool.ready and not pool.parked and self._health_monitor.health.fit and not self.stopped
+        return pool.ready and not pool.device_released and self._health_monitor.health.fit and not self.stopped
 
     def routes_changed(self) -> None:
         """Another model serves a name now, or a model has become ready."""
@@ -280,11 +280,11 @@ class Dispatcher:
 
     def give_back(self, why: str, *, running: bool) -> None:
         """Return leases uncharged: those that are in no engine; with `running`, all."""
-        self.session.return_all(why, time.time_ns(), kept=() if running else self._pool.inside())
+        self.session.return_all_leases(why, time.time_ns(), kept=() if running else self._pool.inside())
         if running:
             self._pool.forget()
             self._sampler.end_work()
-        self._outgoing()
+        self._after_queueing()
 
     # Reports to the master.
 
@@ -296,8 +296,8 @@ class Dispatcher:
 
     def return_leases(self, leases: list[Lease], why: str, error_type: str = MAKES_ROOM) -> None:
         """Return leases uncharged."""
-        self.session.give_back(leases, why, time.time_ns(), error_type)
-        self._outgoing()
+        self.session.return_leases(leases, why, time.time_ns(), error_type)
+        self._after_queueing()
 
     def _report(self, start_ns: int, finish_ns: int, reports: list[Report], usage: Usage = NO_USAGE) -> None:
         """Queue reports (perhaps none) and have them sent. The session already has the frame's partial outputs."""
@@ -305,9 +305,9 @@ class Dispatcher:
             if report.lease.traceparent:
                 self._trace(report, start_ns, finish_ns)
         self.session.report(start_ns, finish_ns, reports, usage)
-        self._outgoing()
+        self._after_queueing()
 
-    def _outgoing(self) -> None:
+    def _after_queueing(self) -> None:
         if self.session.unsent_bytes > UNSENT_BYTES_MAX and not self.paused:
             self.paused = True
             self._pool.pause(paused=True)
@@ -315,7 +315,7 @@ class Dispatcher:
             self._wake()
         self.settled.set()
 
-    def frame_taken(self) -> None:
+    def resume_if_drained(self) -> None:
         """The session may have fewer unsent bytes now: let the engines go on if these are few enough."""
         if self.paused and self.session.unsent_bytes < UNSENT_BYTES_MAX // 2:
             self.paused = False

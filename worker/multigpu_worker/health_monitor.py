@@ -19,7 +19,7 @@ import structlog
 
 from multigpu_worker.device.events import DeviceEvent, EventKind, GroupEvents
 from multigpu_worker.device.findings import findings
-from multigpu_worker.device.health import Gravity, Health, Reason
+from multigpu_worker.device.health import Health, Reason, Severity
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.device.sampler import Sample, Sampler
@@ -76,7 +76,7 @@ class HealthMonitor:
         self.health = Health(self._now())
         self.self_test = SelfTest(pool)
         self.checks_passed = 0
-        self._checks_asked = 0
+        self._checks_requested = 0
         self._check_at_once = False
         self._info = device.info
         self._is_gpu = device.info.device_id != "cpu"
@@ -86,12 +86,12 @@ class HealthMonitor:
         self._note = ResetNote(Path(artifacts) / "device.resets" / f"{device.info.device_id}.json")
         self._reset = ResetWatch(self._note.read())
         # When the last XID of class CONTAINED arrived, on the monotonic clock.
-        self._contained_s = -CONTAINED_BEFORE_S
+        self._contained_at = -CONTAINED_BEFORE_S
         # Leases that ran at an XID of class APPLICATION and have not ended since.
         self._suspects: set[int] = set()
         self._self_test_s = time.monotonic()
         self._changed = asyncio.Event()
-        # The last result of `_state` that `_follow` acted on.
+        # The last result of `_state` that `_apply_consequences` acted on.
         self._handled = self._state()
 
     @property
@@ -115,7 +115,7 @@ class HealthMonitor:
                         await self._sampler.sample(ANSWER_TIMEOUT_S)
                 except TimeoutError:
                     pass
-                self._look()
+                self._update_health()
                 self._suspects.intersection_update(self._pool.update_running())
                 if self.health.check_due(self._now()):
                     await self._check()
@@ -125,17 +125,17 @@ class HealthMonitor:
             if self._events is not None:
                 self._events.stop()
 
-    def asked(self, checks: int, *, at_once: bool) -> None:
+    def checks_requested(self, checks: int, *, at_once: bool) -> None:
         """`checks`: how many checks the master has requested so far. `at_once`: an operator requested the last one."""
-        if checks > self._checks_asked:
-            self._checks_asked, self._check_at_once = checks, at_once
+        if checks > self._checks_requested:
+            self._checks_requested, self._check_at_once = checks, at_once
             if checks > self.checks_passed:
-                self._check_requested()
-                self._follow()
+                self._require_check()
+                self._apply_consequences()
 
-    def _check_requested(self) -> None:
+    def _require_check(self) -> None:
         code, message = CHECK_REQUESTED if self._check_at_once else TASKS_FAIL
-        self.health.happen(code, message, Gravity.SICK, self._now(), at_once=self._check_at_once)
+        self.health.happen(code, message, Severity.SICK, self._now(), at_once=self._check_at_once)
 
     def suspects(self, lease_id: int) -> bool:
         """Whether a lease was running when an XID of class APPLICATION was reported."""
@@ -179,12 +179,12 @@ class HealthMonitor:
             case XidClass.SEQUEL:
                 pass
             case XidClass.NOTICE:
-                self._happen(f"xid_{code}", message, Gravity.DEGRADED)
+                self._happen(f"xid_{code}", message, Severity.DEGRADED)
             case XidClass.CONTAINED:
-                self._contained_s = time.monotonic()
-                self._happen(f"xid_{code}", message, Gravity.DEGRADED)
+                self._contained_at = time.monotonic()
+                self._happen(f"xid_{code}", message, Severity.DEGRADED)
                 self._dispatcher.give_back(message, running=True)
-                self._pool.replace()
+                self._pool.end_all_uncharged()
             case XidClass.RESET | XidClass.REBOOT | XidClass.PERSON:
                 self._break_down(f"xid_{code}", message)
 
@@ -198,7 +198,7 @@ class HealthMonitor:
         """Handle uncorrectable memory errors. Contained ones, which come with an XID, leave the device usable."""
 
         def decide() -> None:
-            if time.monotonic() - self._contained_s > CONTAINED_BEFORE_S:
+            if time.monotonic() - self._contained_at > CONTAINED_BEFORE_S:
                 self._break_down("ecc_uncorrected", message)
 
         self._loop.call_later(CONTAINED_AFTER_S, decide)
@@ -208,22 +208,22 @@ class HealthMonitor:
         if self._events is not None:
             self._reset.need(code, message)
             self._note.keep(self._reset.state)
-        self._happen(code, message, Gravity.UNUSABLE)
+        self._happen(code, message, Severity.UNUSABLE)
 
-    def _happen(self, code: str, message: str, gravity: Gravity) -> None:
-        self.health.happen(code, message, gravity, self._now())
-        self._follow()
+    def _happen(self, code: str, message: str, severity: Severity) -> None:
+        self.health.happen(code, message, severity, self._now())
+        self._apply_consequences()
 
-    def _look(self) -> None:
+    def _update_health(self) -> None:
         """Update the health from the latest sample and the state of the engines."""
         found: list[Reason] = []
         if self._sampler.hung_s() > HUNG_S:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
-            found.append(Reason("driver_hung", message, Gravity.SICK))
+            found.append(Reason("driver_hung", message, Severity.SICK))
         if error := self._pool.default.start_error():
-            found.append(Reason("engine_fails", f"no engine can start: {error}", Gravity.NO_ENGINE))
+            found.append(Reason("engine_fails", f"no engine can start: {error}", Severity.NO_ENGINE))
         elif doing := self._pool.default.slow_start:
-            found.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Gravity.DEGRADED))
+            found.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Severity.DEGRADED))
         sample = self._sampler.latest
         if sample is not None:
             actions = () if self._events is None else self._events.recovery_actions
@@ -234,7 +234,7 @@ class HealthMonitor:
         self._note.keep(self._reset.state)
         self.health.find(found, self._now())
         self.health.pass_time(self._now())
-        self._follow()
+        self._apply_consequences()
 
     def _look_for_reset(self, sample: Sample, actions: Sequence[int | None]) -> None:
         if self._events is not None and not sample.gone:
@@ -257,7 +257,7 @@ class HealthMonitor:
         health = self.health
         return health.fit, health.unusable, health.barred, {r.code: r.message for r in health.reasons}
 
-    def _follow(self) -> None:
+    def _apply_consequences(self) -> None:
         """If the health has changed, log it, report it to the master, and return leases or end engines."""
         before, self._handled = self._handled, self._state()
         if self._handled == before:
@@ -270,16 +270,16 @@ class HealthMonitor:
         self._dispatcher.want_heartbeat()
         if health.barred and not barred:
             self._dispatcher.give_back(f"the device can't be used: {why}", running=True)
-            self._park()
+            self._release_device()
         elif (not health.fit and fit) or (health.unusable and not unusable):
             self._dispatcher.give_back(f"the device is sick: {why}", running=False)
 
     async def _check(self) -> None:
         """Check a sick device, and pass the result to the health."""
         health = self.health
-        asked = self._checks_asked
+        asked = self._checks_requested
         health.begin_check(self._now())
-        self._follow()
+        self._apply_consequences()
         wrong = await self._examine()
         if not health.checking:  # a finding or a fault has voided the check
             pass
@@ -288,45 +288,45 @@ class HealthMonitor:
             self.checks_passed = asked
             self._self_test_s = time.monotonic()
         else:
-            health.fail_check(wrong.code, wrong.message, wrong.gravity, self._now())
-        if health.fit and self._checks_asked > asked:  # the master asked again meanwhile
-            self._check_requested()
+            health.fail_check(wrong.code, wrong.message, wrong.severity, self._now())
+        if health.fit and self._checks_requested > asked:  # the master asked again meanwhile
+            self._require_check()
         if health.barred:  # end the engine that was started for the check
-            self._park()
-        self._follow()
+            self._release_device()
+        self._apply_consequences()
 
-    def _park(self) -> None:
+    def _release_device(self) -> None:
         """Close the device in all processes of this worker, so that it can be reset."""
-        self._pool.park()
-        self._sampler.parked = True
+        self._pool.release_device()
+        self._sampler.device_released = True
         if self._events is not None:
-            self._events.park(True)
+            self._events.set_device_released(True)
 
     async def _examine(self) -> Reason | None:
         """Run the steps of a check. Returns the fault found; None: there is none, or the check was voided meanwhile."""
         if self._reset.needed is not None:
             code, message = self._reset.needed
             after = f"no reset was seen since: after the reset delete {self._note.path} and restart this worker"
-            return Reason(code, f"{message}; {after}", Gravity.UNUSABLE)
-        self._sampler.parked = False
+            return Reason(code, f"{message}; {after}", Severity.UNUSABLE)
+        self._sampler.device_released = False
         if self._events is not None:
-            self._events.park(False)
+            self._events.set_device_released(False)
         if self._is_gpu:
             before = self._sampler.latest
             if await self._sampler.sample(ANSWER_TIMEOUT_S) is before:
                 message = f"the driver did not answer within {ANSWER_TIMEOUT_S:g} s"
-                return Reason("driver_hung", message, Gravity.SICK)
-            self._look()
+                return Reason("driver_hung", message, Severity.SICK)
+            self._update_health()
         if not self.health.checking:
             return None
-        self._pool.unpark()
+        self._pool.use_device()
         for _ in range(SELF_TESTS_MAX):
             while not self._pool.ready:
                 await asyncio.sleep(TICK_S / 2)
-                self._look()
+                self._update_health()
                 if not self.health.checking:
                     return None
-            result = await self.self_test.run(self._look)
+            result = await self.self_test.run(self._update_health)
             if not result.interrupted:
                 break
         return result.failure
@@ -336,6 +336,6 @@ class HealthMonitor:
         if not interval_s or time.monotonic() - self._self_test_s < interval_s or not self._pool.idle:
             return
         self._self_test_s = time.monotonic()
-        failure = (await self.self_test.run(self._look)).failure
+        failure = (await self.self_test.run(self._update_health)).failure
         if failure is not None:
-            self._happen(failure.code, failure.message, failure.gravity)
+            self._happen(failure.code, failure.message, failure.severity)

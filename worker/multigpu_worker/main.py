@@ -44,7 +44,7 @@ from multigpu_worker.mps.setup import open_mps
 from multigpu_worker.processes.default_process import EngineStartError
 from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import Scan
-from multigpu_worker.session.link import ProtocolMismatchError, TakenOverError
+from multigpu_worker.session.master_connection import ProtocolMismatchError, TakenOverError
 from multigpu_worker.stats_file import BYTES_MAX, append
 from multigpu_worker.supervision import supervised
 from multigpu_worker.waiting import until

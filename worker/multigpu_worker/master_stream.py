@@ -1,4 +1,4 @@
-"""Builds the frames for the master, and applies the frames from the master. session/link.py has the gRPC stream."""
+"""Builds the frames for the master and applies the frames from it. session/master_connection.py has the gRPC stream."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.session import wire
-from multigpu_worker.session.link import Metadata
+from multigpu_worker.session.master_connection import Metadata
 from multigpu_worker.session.payload_sharing import Sharing
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.01, 60.0
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class MasterStream:
-    """Called by the link on the event loop."""
+    """Called by MasterConnection on the event loop."""
 
     master: str
     identity: wire.Identity
@@ -97,8 +97,8 @@ class MasterStream:
         if response.reload_handlers:
             self.handlers.want()
         if response.HasField("desired"):
-            self.health_monitor.asked(response.desired.check, at_once=response.desired.check_at_once)
-            self.loader.desire(response.desired.pinned_models, response.desired.unwanted_models)
+            self.health_monitor.checks_requested(response.desired.check, at_once=response.desired.check_at_once)
+            self.loader.set_desired(response.desired.pinned_models, response.desired.unwanted_models)
         if response.lease_batches and self.health_monitor.health.unusable:  # granted before the master knew the health
             self.dispatcher.give_back("the device can't be used", running=self.health_monitor.health.barred)
         elif response.lease_batches:
@@ -114,7 +114,7 @@ class MasterStream:
             reports = wire.request_of(session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)
         else:
             self.dispatcher.settled.set()
-        self.dispatcher.frame_taken()
+        self.dispatcher.resume_if_drained()
         return reports
 
     def _heartbeat(self) -> pb.SessionRequest:
@@ -163,4 +163,4 @@ class MasterStream:
         session = self.dispatcher.session
         if not self.dispatcher.stopped:
             log.warning("session broke", reason=reason, leases=len(session.leases))
-        self.pool.cancel(session.break_stream())
+        self.pool.cancel(session.stream_broken())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from multigpu_worker.device.health import Gravity, Reason
+from multigpu_worker.device.health import Reason, Severity
 from multigpu_worker.processes.pool import EnginePool
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class SelfTest:
                 poll()
                 if time.monotonic() > end_s:
                     message = f"the self-test, a small task, was not done after {TIMEOUT_S:g} s"
-                    return SelfTestResult(failure=Reason("no_progress", message, Gravity.UNUSABLE))
+                    return SelfTestResult(failure=Reason("no_progress", message, Severity.UNUSABLE))
         finally:
             self._result = None
         return result.result()
@@ -92,5 +92,5 @@ class SelfTest:
 def _failure(detail: str) -> Reason:
     code = "cuda_sticky_error" if detail.startswith("it raised") else "canary_wrong"
     return Reason(
-        code, f"the self-test, a task with a known answer: {detail}; have the GPU looked at", Gravity.UNUSABLE
+        code, f"the self-test, a task with a known answer: {detail}; have the GPU looked at", Severity.UNUSABLE
     )

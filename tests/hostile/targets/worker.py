@@ -160,7 +160,7 @@ class Wire:
             with contextlib.suppress(frames.FrameError, EOFError):
                 while True:
                     for message, blobs in decoder.feed(ours):
-                        process.take(message, blobs)
+                        process.apply_frame(message, blobs)
         process.child = None
         if 1 in process.batches and 1 in session.leases and 1 not in process.batches[1].leases:
             raise Crash("a lease was lost: its task would wait for ever")

@@ -264,7 +264,9 @@ GANGS = (
         "fleet.placeable(shape):\n        return None",
         "fleet.device_count(shape):\n        return None",
     ),
-    worker("a rank begins beside other models", "first.exclusive and not self._loader.alone(model)", "False"),
+    worker(
+        "a rank begins beside other models", "first.exclusive and not self._loader.nothing_else_loaded(model)", "False"
+    ),
     loader("models stay beside a rank", " or (self._exclusive and not resident.leases)\n", "\n"),
     loader(
         "pinned models do not come back after a rank",

@@ -82,10 +82,14 @@ QUARANTINE = (
     ),
     health(
         "a sick finding that disappears is forgotten",
-        "if reason.gravity >= Gravity.SICK and code not in self._findings:",
+        "if reason.severity >= Severity.SICK and code not in self._findings:",
     ),
-    health("no engine is not unusable", "reason.gravity >= Gravity.NO_ENGINE", "reason.gravity > Gravity.NO_ENGINE"),
-    health("no engine bars the device", "reason.gravity is Gravity.UNUSABLE", "reason.gravity >= Gravity.NO_ENGINE"),
+    health(
+        "no engine is not unusable", "reason.severity >= Severity.NO_ENGINE", "reason.severity > Severity.NO_ENGINE"
+    ),
+    health(
+        "no engine bars the device", "reason.severity is Severity.UNUSABLE", "reason.severity >= Severity.NO_ENGINE"
+    ),
     reset("no reset is needed", "        if self.needed is None:\n            self.needed = code, message\n"),
     reset(
         "a reset is seen although none was needed",
@@ -105,7 +109,7 @@ QUARANTINE = (
     start("a start may take for ever", " > READY_S else", " > 1e9 else"),
     health("a lost device is checked", "self.state is State.SICK and not self._blocked()", "self.state is State.SICK"),
     health("checks without patience", "self._setbacks += 1"),
-    health("a check that is void counts", "if self._checking and gravity >= Gravity.SICK:"),
+    health("a check that is void counts", "if self._checking and severity >= Severity.SICK:"),
     by_pytest(
         "a lost worker's device keeps its health",
         "w.health if w.session else None",

@@ -92,7 +92,9 @@ WORKER = (
     session("dropped leases make outputs", "        if lease.dropped:\n            return True\n", checker="pytest"),
     session("a worker that leaves keeps its leases", "self.report(now_ns", "_ = (now_ns", checker="pytest"),
     session("a failed attempt's checkpoint is lost", "self.heartbeat_due = True", checker="pytest"),
-    session("P10: every heartbeat carries every checkpoint", "or (lease.saved_unsent and ", "or (", checker="pytest"),
+    session(
+        "P10: every heartbeat carries every checkpoint", "or (lease.checkpoint_unsent and ", "or (", checker="pytest"
+    ),
     batcher("the youngest spec is batched first", "key=self._head", "key=self._head, reverse=True"),
     batcher("dropped leases are run", "if lease.dropped:"),
     batcher("P10: a batch is larger than the device may bear", "if batch and tokens > tokens_max:"),
@@ -100,24 +102,24 @@ WORKER = (
     batcher("P10: a batch has more tasks than it may", "and len(batch) < tasks_max:", "and len(batch) <= tasks_max:"),
     batcher(
         "P4: a task that ended its engine takes others down again",
-        "            if len(batch) >= lease.together_max:\n                break\n"
-        "            tasks_max = min(tasks_max, lease.together_max)\n",
+        "            if len(batch) >= lease.batch_size_max:\n                break\n"
+        "            tasks_max = min(tasks_max, lease.batch_size_max)\n",
     ),
     batcher(
         "returned leases go to the end",
-        "            self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))\n",
-        "            self._lines.setdefault(lease.spec, deque()).append((self._returns, lease))\n",
+        "            self._queues.setdefault(lease.spec, deque()).appendleft((self._returns, lease))\n",
+        "            self._queues.setdefault(lease.spec, deque()).append((self._returns, lease))\n",
     ),
     batcher(
         "the order of a batch is lost",
         "        for lease in reversed(list(leases)):\n            self._returns",
         "        for lease in list(leases):\n            self._returns",
     ),
-    batcher("a displaced lease loses its rank", "lease.rank = line[0][0]"),
+    batcher("a displaced lease loses its rank", "lease.rank = queue[0][0]"),
     batcher(
         "a displaced lease goes to the end",
-        "            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))\n",
-        "            line.append((lease.rank, lease))\n",
+        "            queue.appendleft((min(lease.rank, queue[0][0] - 1) if queue else lease.rank, lease))\n",
+        "            queue.append((lease.rank, lease))\n",
     ),
     batcher("arrivals are not counted", "self._arrivals = rank - behind"),
     batcher("an unknown kind begins with all", "None:\n            return 1\n", "None:\n            return waiting\n"),
@@ -128,10 +130,10 @@ WORKER = (
         "a batch goes to a model that is not there",
         "            if may is not None and not may(spec):\n                continue\n",
     ),
-    batcher("P7: a batch that waits begins its wait anew", "self._growing.setdefault(spec, fresh)", "fresh"),
-    batcher("returned leases wait for a larger batch", "if delay_s and line[0][0] > 0:\n", "if delay_s:\n"),
+    batcher("P7: a batch that waits begins its wait anew", "self._delayed.setdefault(spec, fresh)", "fresh"),
+    batcher("returned leases wait for a larger batch", "if delay_s and queue[0][0] > 0:\n", "if delay_s:\n"),
     batcher(
         "P7: the time at which a batch is due is not reported",
-        "self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)",
+        "self._due_s = delay.due_s if self._due_s is None else min(self._due_s, delay.due_s)",
     ),
 )

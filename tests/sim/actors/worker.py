@@ -100,7 +100,7 @@ class SimWorker:
         self.world.trace("%s leaves", self.info.worker_id)
         self.stopping = True
         self.heartbeat()
-        self.held.return_all("the worker stops", 0)
+        self.held.return_all_leases("the worker stops", 0)
         self.engine.running = {}
         self.flush()
         life = self.life
@@ -125,7 +125,7 @@ class SimWorker:
     def _return_for_health(self) -> None:
         if self.health.unusable:
             self.engine.running = {}
-        self.held.return_all("the device is sick", 0, kept=self.engine.running)
+        self.held.return_all_leases("the device is sick", 0, kept=self.engine.running)
         self.flush()
 
     def _get_well(self) -> None:
@@ -155,7 +155,7 @@ class SimWorker:
         if self._session and self.alive:
             self.world.trace("%s: the stream breaks", self.info.worker_id)
             self._cut(heard_after_s)
-            self.engine.drop(self.held.break_stream())
+            self.engine.drop(self.held.stream_broken())
             self.world.after(self.world.between(0.05, 0.5), self.connect)
 
     def stall_stream(self, seconds: float, *, up: bool) -> None:
@@ -239,7 +239,7 @@ class SimWorker:
     def _reconnect(self) -> None:
         self._cut(0.001)
         if self.held.connected:
-            self.engine.drop(self.held.break_stream())
+            self.engine.drop(self.held.stream_broken())
         self.world.after(self.world.between(0.05, 0.5), self.connect)
 
     def master_died(self) -> None:
@@ -310,7 +310,7 @@ class SimWorker:
                 self.engine.drop([x for x in leases if x is not None])
             case ev.Recall():
                 leases = [self.held.leases.get(x) for x in command.lease_ids if x not in self.engine.running]
-                self.held.give_back([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
+                self.held.return_leases([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
                 self.flush()
             case ev.Desire() if (core := self._master.core) is not None:
                 asked = core.fleet.workers[self.info.worker_id].checks_asked

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from multigpu_worker.device.group import DeviceGroup, together
+from multigpu_worker.device.group import DeviceGroup, combined_telemetry
 from multigpu_worker.device.interface import DeviceInfo, DeviceProcess, Telemetry, visible_environment
 
 from tests.fakes.gpus import SimulatedGpus
@@ -39,10 +39,10 @@ def test_a_group_reports_each_device_and_sums(gpus: SimulatedGpus) -> None:
 
 def test_what_one_device_does_not_report_is_not_reported_of_the_group() -> None:
     one = Telemetry(memory_total_bytes=8, memory_used_bytes=2, utilization=0.5, energy_joules=1.0)
-    both = together([one, Telemetry(memory_total_bytes=8, processes=(DeviceProcess(pid=1),))])
+    both = combined_telemetry([one, Telemetry(memory_total_bytes=8, processes=(DeviceProcess(pid=1),))])
     assert (both.memory_total_bytes, both.memory_used_bytes, both.memory_free_bytes) == (16, None, None)
     assert (both.utilization, both.energy_joules, both.temperature_celsius) == (None, None, None)
-    assert together([one, one]).utilization == 0.5
+    assert combined_telemetry([one, one]).utilization == 0.5
 
 
 @pytest.mark.parametrize(("variable", "counted"), [("CUDA_VISIBLE_DEVICES", "a,b"), ("ROCR_VISIBLE_DEVICES", "0,1")])
@@ -96,7 +96,7 @@ async def test_the_worst_health_decides_and_its_message_names_the_device(gpus: S
 
 
 @pytest.mark.slow
-async def test_a_lost_device_parks_the_group_until_it_is_back(gpus: SimulatedGpus, start: Start) -> None:
+async def test_a_lost_device_releases_the_group_until_it_is_back(gpus: SimulatedGpus, start: Start) -> None:
     worker, stream = await start(*GROUP, pythonpath=HANDLERS, env=gpus.env())
     await stream.until(lambda: is_(stream, HEALTHY))
     stream.lease([(1, b"30")], kind="health.work")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from multigpu_worker.device import reset_watch
-from multigpu_worker.device.health import CHECK_MAX_S, CHECK_MIN_S, NOTICE_S, STEADY_S, Gravity, Health, Reason, State
+from multigpu_worker.device.health import CHECK_MAX_S, CHECK_MIN_S, NOTICE_S, STEADY_S, Health, Reason, Severity, State
 from multigpu_worker.device.interface import Telemetry
 from multigpu_worker.device.reset_watch import ResetNote, ResetState, ResetWatch
 from multigpu_worker.device.sampler import Sample
@@ -15,10 +15,10 @@ from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.processes.start import KILLS_MAX, READY_S, EngineStart
 from structlog.testing import capture_logs
 
-LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)
-NO_ENGINE = Reason("engine_fails", "no engine can start", Gravity.NO_ENGINE)
-HUNG = Reason("driver_hung", "no answer", Gravity.SICK)
-HOT = Reason("thermal_throttle", "it is hot", Gravity.DEGRADED)
+LOST = Reason("gpu_is_lost", "it is gone", Severity.UNUSABLE)
+NO_ENGINE = Reason("engine_fails", "no engine can start", Severity.NO_ENGINE)
+HUNG = Reason("driver_hung", "no answer", Severity.SICK)
+HOT = Reason("thermal_throttle", "it is hot", Severity.DEGRADED)
 
 
 def state(health: Health) -> State:
@@ -32,7 +32,7 @@ def codes(health: Health) -> list[str]:
 
 def sick(code: str = "xid_48", now_s: float = 1.0) -> Health:
     health = Health(0.0)
-    health.happen(code, "memory", Gravity.UNUSABLE, now_s)
+    health.happen(code, "memory", Severity.UNUSABLE, now_s)
     assert health.state is State.SICK
     return health
 
@@ -44,7 +44,7 @@ def pass_check(health: Health, now_s: float) -> None:
     health.pass_check(now_s)
 
 
-def test_heat_degrades_a_device_without_a_check_and_reasons_are_sorted_by_gravity() -> None:
+def test_heat_degrades_a_device_without_a_check_and_reasons_are_sorted_by_severity() -> None:
     health = Health(0.0)
     health.find([HOT], 1.0)
     assert (health.state, health.since_s, codes(health)) == (State.DEGRADED, 1.0, ["thermal_throttle"])
@@ -57,7 +57,7 @@ def test_heat_degrades_a_device_without_a_check_and_reasons_are_sorted_by_gravit
     health.find([HOT, HUNG], 1.0)
     assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
     for now_s in (2.0, 3.0):
-        health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, now_s)
+        health.happen("xid_79", "it fell off the bus", Severity.UNUSABLE, now_s)
     assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
     assert health.reasons[0].since_s == 2.0
     assert health.unusable
@@ -91,7 +91,7 @@ def test_the_delay_of_failing_checks_doubles_until_a_reset_is_detected() -> None
         now_s = health.next_check_s
         assert health.check_due(now_s)
         health.begin_check(now_s)
-        health.fail_check("canary_wrong", "wrong result", Gravity.UNUSABLE, now_s)
+        health.fail_check("canary_wrong", "wrong result", Severity.UNUSABLE, now_s)
         assert state(health) is State.SICK
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[-1] == CHECK_MAX_S
@@ -100,7 +100,7 @@ def test_the_delay_of_failing_checks_doubles_until_a_reset_is_detected() -> None
     assert health.next_check_s == 100.0 + CHECK_MIN_S, "the first delay stays"
     for _ in range(12):
         health.begin_check(health.next_check_s)
-        health.fail_check("xid_48", "memory", Gravity.UNUSABLE, health.next_check_s)
+        health.fail_check("xid_48", "memory", Severity.UNUSABLE, health.next_check_s)
     now_s = health.next_check_s - CHECK_MAX_S + 1.0
     assert not health.check_due(now_s)
     health.reset_seen(now_s)
@@ -125,7 +125,7 @@ def test_a_device_that_soon_falls_sick_again_waits_longer_for_its_check() -> Non
     health = Health(0.0)
     now_s = 0.0
     for delay_s in (1.0, 2.0, 4.0):
-        health.happen("xid_119", "GSP", Gravity.UNUSABLE, now_s)
+        health.happen("xid_119", "GSP", Severity.UNUSABLE, now_s)
         assert health.next_check_s == now_s + delay_s
         now_s += delay_s
         pass_check(health, now_s)
@@ -133,7 +133,7 @@ def test_a_device_that_soon_falls_sick_again_waits_longer_for_its_check() -> Non
         health.find([HOT], now_s)  # a degraded device is fit, too
         health.find([], now_s + 1.0)
     now_s += STEADY_S
-    health.happen("xid_119", "GSP", Gravity.UNUSABLE, now_s)
+    health.happen("xid_119", "GSP", Severity.UNUSABLE, now_s)
     assert health.next_check_s == now_s + 1.0
 
 
@@ -144,7 +144,7 @@ def test_a_finding_or_a_fault_during_a_check_makes_it_void(what: str) -> None:
     if what == "finding":
         health.find([HUNG], 3.0)
     else:
-        health.happen("xid_79", "bus", Gravity.UNUSABLE, 3.0)
+        health.happen("xid_79", "bus", Severity.UNUSABLE, 3.0)
     assert not health.checking
     assert health.state is State.SICK
     assert "xid_48" in codes(health)
@@ -156,7 +156,7 @@ def test_heat_does_not_void_a_check_and_holds_after_it() -> None:
     health = sick()
     health.begin_check(2.0)
     health.find([HOT], 3.0)
-    health.happen("xid_63", "a row was remapped", Gravity.DEGRADED, 3.0)
+    health.happen("xid_63", "a row was remapped", Severity.DEGRADED, 3.0)
     assert health.checking
     health.pass_check(4.0)
     assert (state(health), set(codes(health))) == (State.DEGRADED, {"thermal_throttle", "xid_63"})
@@ -204,7 +204,7 @@ def test_an_engine_that_exits_or_is_rejected_cannot_start_and_one_that_is_killed
     start = EngineStart()
     start.died("ended with exit code 1", killed=False)
     assert "exit code 1" in start.error(1.0, ready=False)
-    start.begun_anew()
+    start.reset()
     start.rejected("no such module")
     start.died("ended with exit code 1", killed=False)
     assert start.error(1.0, ready=False) == "no such module"

@@ -48,13 +48,13 @@ def grow(process: Grower, size_bytes: int) -> None:
 
 
 async def test_a_model_in_use_is_remeasured(tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
+    monkeypatch.setattr(loader, "_LOAD_CHECK_S", 0.0)
     monkeypatch.setattr(loader, "MEASURE_S", 0.0)
     (tmp_path / "m").mkdir()
     spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
-    agent: Any = SimpleNamespace(session=SimpleNamespace(leases={}), waiting=list, may_load=lambda: True)
+    agent: Any = SimpleNamespace(session=SimpleNamespace(leases={}), waiting=list, can_load=lambda: True)
     agent.want_heartbeat = agent.routes_changed = lambda: None
-    process: Any = SimpleNamespace(model="m", pid=grower.pid, batches={}, retiring=False)
+    process: Any = SimpleNamespace(model="m", pid=grower.pid, batches={}, takes_no_batches=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
     model_loader = ModelLoader(
         agent,

@@ -23,7 +23,7 @@ class Process:
 
     def __init__(self, *_: object) -> None:
         self.model, self.pid, self.occupied = "", 0, 0
-        self.ready = self.retiring = self.killed = False
+        self.ready = self.takes_no_batches = self.killed = False
         self.imports: tuple[str, ...] = ()
         self.batches: dict[int, Any] = {}
         self.embedding_cache = None
@@ -35,10 +35,10 @@ class Process:
         self.killed, self.ready = True, False
 
     def end(self, _grace_s: float) -> None:
-        self.retiring = True
+        self.takes_no_batches = True
         self.kill()
 
-    park = kill
+    release_device = kill
 
 
 class Stage:
@@ -73,8 +73,8 @@ class Stage:
     def waiting(self) -> list[Lease]:
         return list(self.leases.values())
 
-    def may_load(self) -> bool:
-        return not self.pool.parked
+    def can_load(self) -> bool:
+        return not self.pool.device_released
 
     def fail(self, leases: list[Lease], error: Any) -> None:
         self.failed.append(error.type)
@@ -155,10 +155,10 @@ async def test_the_last_replacement_that_dies_while_it_is_loaded_counts_as_a_fai
     assert (stage.state, stage.failed) == (ModelState.ABSENT, ["ModelLoadError"])
 
 
-async def test_no_process_is_started_on_a_parked_device(stage: Stage) -> None:
+async def test_no_process_is_started_on_a_released_device(stage: Stage) -> None:
     """A new instance of the model opened the GPU that all processes had to close."""
     stage.leases.clear()
-    stage.pool.park()
+    stage.pool.release_device()
     for process in stage.processes:
         stage.die(process, -9)
     assert (stage.processes, stage.state) == ([], ModelState.ABSENT)

@@ -7,7 +7,7 @@ import pytest
 from multigpu_worker.models.residency import (
     LOADS_MAX,
     PATIENCE_S,
-    RETRY_FAULTY_MAX_S,
+    RETRY_FILES_AT_FAULT_MAX_S,
     RETRY_S,
     ModelState,
     Resident,
@@ -89,8 +89,8 @@ def test_a_failed_load_is_retried_with_a_growing_delay() -> None:
         failing.record_failure("broken", 10.0)
     assert 10.0 < failing.retry_at <= 70.0 + RETRY_S
     for _ in range(20):
-        failing.record_failure("its files are cut off", 10.0, faulty=True)
-    assert failing.retry_at == 10.0 + RETRY_FAULTY_MAX_S
+        failing.record_failure("its files are cut off", 10.0, files_at_fault=True)
+    assert failing.retry_at == 10.0 + RETRY_FILES_AT_FAULT_MAX_S
 
 
 @pytest.mark.parametrize("seed", range(60))

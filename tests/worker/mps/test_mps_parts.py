@@ -256,7 +256,7 @@ def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
 def test_a_fault_that_names_no_client_is_charged_after_three_times(known: bool, spared: int) -> None:
     batches = {7: batch(7, 1)}
     evidence = Evidence(lambda _lease_id: False, 0)
-    fault = Fault(ours=False, message="a fault", known=known)
+    fault = Fault(ours=False, message="a fault", cause_known=known)
     for _ in range(spared):
         assert evidence.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports == []
     reports = evidence.judge(Death(returncode=-9, slots=[], fault=fault), batches).reports

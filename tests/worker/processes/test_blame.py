@@ -133,7 +133,7 @@ def test_a_violation_spares_the_other_slots_and_a_batch_that_runs_together_is_fo
     # The engine went on to another item before it was dead.
     failed, again = judge([state(1, 3)], together, violation=seen)
     assert failed == {}
-    assert [lease.together_max for lease in again] == [2] * 4
+    assert [lease.batch_size_max for lease in again] == [2] * 4
 
 
 def test_of_several_slots_and_a_batch_in_preparation_none_is_charged_before_it_ran_alone() -> None:
@@ -218,7 +218,7 @@ def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
         failed, again = judge([state(deaths)], one)
         found += failed
         while again:
-            size = again[0].together_max
+            size = again[0].batch_size_max
             waiting.append({lease.lease_id: lease for lease in again[:size]})
             again = again[size:]
     assert (found, survivors, deaths) == ([culprit], 255, 9)
@@ -234,10 +234,10 @@ def test_a_process_killed_by_a_real_time_signal_is_described() -> None:
 def test_an_engine_that_is_replaced_while_none_runs_excuses_no_later_death() -> None:
     evidence = Evidence(lambda _: False, 0)
     process: Any = SimpleNamespace(child=None, _evidence=evidence, kill=lambda: None)
-    EngineProcess.replace(process)
+    EngineProcess.end_uncharged(process)
     assert evidence.violation is None
     process.child = object()
-    EngineProcess.replace(process)
+    EngineProcess.end_uncharged(process)
     assert evidence.violation is not None
 
 
@@ -246,7 +246,7 @@ def test_a_process_that_is_unloaded_during_a_self_test_says_so() -> None:
     causes: list[str] = []
     dispatcher = SimpleNamespace(engine_died=lambda *arguments: causes.append(arguments[-1]))
     process: Any = SimpleNamespace(
-        batches={}, retiring=True, model="m", occupied=0, slots=1, _evidence=Evidence(lambda _: False, 0),
+        batches={}, takes_no_batches=True, model="m", occupied=0, slots=1, _evidence=Evidence(lambda _: False, 0),
         _clear=lambda: None, _limits=SimpleNamespace(reset=lambda: None),
         _callbacks=SimpleNamespace(dispatcher=dispatcher),
     )  # fmt: skip

@@ -31,7 +31,7 @@ async def test_a_frame_that_is_read_after_the_kill_makes_no_process_ready() -> N
     await process.start()
     killed_pid = process.pid
     process.kill()
-    process.take(("ready", [], {}), [])
+    process.apply_frame(("ready", [], {}), [])
     assert not process.ready
     await until(lambda: process.ready)
     assert ready_pids == [killed_pid, process.pid]

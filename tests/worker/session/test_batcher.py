@@ -86,7 +86,7 @@ def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     batch = made.pop(one_by_one=one_by_one)
     made.add(OTHER, leases([5], OTHER))
     made.add(ECHO, leases([6]))
-    made.put_back(batch)
+    made.requeue_first(batch)
     assert pop(made) == [1, 2, 3, 4, 6]
     # A stream of new tasks must not overtake older ones: these would wait forever.
     made = batcher()
@@ -94,10 +94,10 @@ def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     made.add(ECHO, leases([2]))
     made.add(OTHER, leases([3], OTHER))
     taken = made.pop(one_by_one=one_by_one) + made.pop(one_by_one=one_by_one)
-    made.put_back(taken)
+    made.requeue_first(taken)
     assert [pop(made), pop(made)] == [[1], [2]]
-    made.put_back(taken[1:])
-    made.put_back(taken[:1])
+    made.requeue_first(taken[1:])
+    made.requeue_first(taken[:1])
     assert [pop(made) for _ in range(4)] == [[1], [2], [3], []]
 
 
@@ -107,7 +107,7 @@ def test_leases_that_an_engine_gave_back_wait_where_they_waited_before() -> None
     made.add(ECHO, leases([2, 3]))
     taken = made.pop(one_by_one=one_by_one, may=lambda spec: spec is ECHO)
     made.add(ECHO, leases([4]))
-    made.give_way(taken)
+    made.requeue_in_place(taken)
     assert [pop(made), pop(made)] == [[1], [2, 3, 4]]
 
 
@@ -115,11 +115,11 @@ def test_suspects_go_in_smaller_batches() -> None:
     made = batcher()
     waiting = leases(range(1, 8))
     for lease in waiting[:4]:
-        lease.together_max = 2
+        lease.batch_size_max = 2
     made.add(ECHO, waiting)
     assert [pop(made) for _ in range(3)] == [[1, 2], [3, 4], [5, 6, 7]]
     waiting = leases(range(1, 6))
-    waiting[3].together_max = 1
+    waiting[3].batch_size_max = 1
     made.add(ECHO, waiting)
     assert [pop(made) for _ in range(3)] == [[1, 2, 3], [4], [5]]
 
@@ -233,7 +233,7 @@ def test_a_batch_waits_to_grow_no_longer_than_its_delay_and_not_again_if_it_retu
     made.add(MODEL, leases([1], MODEL))
     pop_at(made, 1.0)
     batch = made.pop(one_by_one=one_by_one, now_s=2.0)
-    made.put_back(batch)
+    made.requeue_first(batch)
     assert pop_at(made, 2.0) == [1]
 
 

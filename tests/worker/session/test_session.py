@@ -9,7 +9,7 @@ import pytest
 from multigpu._transport.payloads import Reference, Segment
 from multigpu_worker.composition import RESULT_BYTES_MAX
 from multigpu_worker.session.lease import Lease, Spec
-from multigpu_worker.session.link import MESSAGE_BYTES_MAX
+from multigpu_worker.session.master_connection import MESSAGE_BYTES_MAX
 from multigpu_worker.session.session import (
     GROUP_BYTES_MAX,
     REPORT_BYTES,
@@ -101,7 +101,7 @@ def test_after_a_break_hello_lists_what_may_be_lost_to_the_master_that_welcomed_
     succeed(session, leases[0])
     frame(session)
     succeed(session, leases[1])
-    assert session.break_stream() == []
+    assert session.stream_broken() == []
     succeed(session, leases[2])  # work goes on
     assert held(session, hello=True) == [1, 2, 3, 4]
     unwanted = session.welcome([1, 3])
@@ -110,9 +110,9 @@ def test_after_a_break_hello_lists_what_may_be_lost_to_the_master_that_welcomed_
     assert reported(frame(session)) == [1, 3]
     assert held(session) == []
     assert session.incarnation == ""
-    session.break_stream()
+    session.stream_broken()
     session.welcome([], "the second")
-    session.break_stream()
+    session.stream_broken()
     assert session.incarnation == "the second"
 
 
@@ -123,7 +123,7 @@ def test_sent_reports_are_kept_within_limits() -> None:
         succeed(session, lease)
         frame(session, now_s=n)
     assert held(session, hello=True)[-3:] == [17, 18, 19]
-    session.break_stream()
+    session.stream_broken()
     assert {3, 4, 5} <= set(held(session, hello=True))
     assert not {1, 2} & set(held(session, hello=True))
     session.welcome(range(6, 20))
@@ -147,7 +147,7 @@ def test_partials_come_before_their_report_and_again_after_a_break_and_hold_up_n
     assert [(p.index, p.data) for p in first.partials] == [(5, b"a"), (6, b"b")]
     assert reported(first) == []
     assert (reported(second), second.partials) == ([1], [])
-    session.break_stream()
+    session.stream_broken()
     session.welcome([1])
     assert [p.index for p in frame(session).partials] == [5, 6]
     assert reported(frame(session)) == [1]
@@ -171,7 +171,7 @@ def test_too_many_partials_are_not_kept_and_end_with_the_stream() -> None:
     assert [p.index for p in frame(session).partials if p.lease is one] == [0, 1, 2]
     frame(session)
     assert one.partials is None
-    assert session.break_stream() == [one]
+    assert session.stream_broken() == [one]
     assert held(session, hello=True) == [3]  # the report of 2 can't be given again either: its partials are gone
     assert session.partial(three, b"x" * 40)
     assert not session.partial(three, b"x" * 70)
@@ -190,7 +190,7 @@ def test_checkpoints_are_sent_when_they_changed_and_before_a_failure(session: Se
     assert session.heartbeat_due
     assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=False)} == {1: None, 2: b"c2"}
     assert not session.heartbeat_due
-    session.break_stream()
+    session.stream_broken()
     assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=True)} == {1: b"c1", 2: b"c2"}
 
 
@@ -262,7 +262,7 @@ def test_a_result_whose_file_cannot_be_read_fails_its_attempt_and_no_other(sessi
 def test_return_all_empties_the_session_and_a_grant_without_one_is_our_bug(session: Session) -> None:
     leases = grant(session, 1, 2)
     succeed(session, leases[0])
-    session.return_all("stopping", 7)
+    session.return_all_leases("stopping", 7)
     taken = frame(session)
     states = [report.state for group in taken.reports for report in group.reports]
     assert states == [ReportState.SUCCEEDED, ReportState.RETURNED]
@@ -361,7 +361,7 @@ def test_any_order_of_events_loses_and_repeats_nothing(seed: int) -> None:
                 del peer.in_flight[rng.randrange(len(peer.in_flight) + 1) :]
                 while peer.in_flight:
                     peer.arrive()
-                session.break_stream()
+                session.stream_broken()
             else:
                 peer.reconnect()
     if not session.connected:
@@ -382,7 +382,7 @@ def test_frames_are_bounded_by_all_that_reports_take(session: Session) -> None:
     for lease in leases[::2]:
         lease.log = "\N{FULL BLOCK}" * 5000
     error = TaskError(type="E", message="m" * 8000, retryable=True, traceback="t" * 16000)
-    session.break_stream()
+    session.stream_broken()
     session.report(1, 2, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
     session.welcome([lease.lease_id for lease in leases])
     seen: list[int] = []
@@ -398,7 +398,7 @@ def test_logs_that_do_not_fit_into_a_hello_follow_in_heartbeats(session: Session
     leases = grant(session, *range(3000))
     for lease in leases:
         session.log(lease, "\N{FULL BLOCK}" * 16000)
-    session.break_stream()
+    session.stream_broken()
     listed = session.held(hello=True)
     sizes = [sum(len(entry.log.encode()) for entry in listed)]
     assert len(listed) == 3000

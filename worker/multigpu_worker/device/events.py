@@ -2,8 +2,8 @@
 
 A thread waits on NVML's event set, so that an event is known within milliseconds, and reads NVML's recovery action in
 between. When the device is lost, its event set becomes useless: the thread closes the driver and waits until the device
-answers. While the device is parked, the thread opens the driver only for one reading at an interval, so that the device
-can be reset. It is a daemon thread, so the process can end while a driver call hangs.
+answers. While the device is released, so that it can be reset, the thread opens the driver only for one reading at an
+interval. It is a daemon thread, so the process can end while a driver call hangs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import structlog
 
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.device.nvml import handles
-from multigpu_worker.device.sampler import PARKED_INTERVAL_S
+from multigpu_worker.device.sampler import RELEASED_INTERVAL_S
 
 try:
     import pynvml
@@ -37,7 +37,7 @@ class EventKind(Enum):
     XID = "xid"
     DOUBLE_BIT_ECC = "double_bit_ecc"
     # The device's availability or its required recovery action has changed.
-    CHANGED = "changed"
+    AVAILABILITY_CHANGED = "availability_changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class DeviceEvents:
         self._report = report
         self._stopped = threading.Event()
         self._answers = threading.Event()
-        self._parked = False
+        self._device_released = False
         # In a copy of the caller's context, so that the thread's log lines have a worker_id.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="device-events", daemon=True)
@@ -78,8 +78,8 @@ class DeviceEvents:
         """The device can be sampled: listen again, if the thread waits for that."""
         self._answers.set()
 
-    def park(self, parked: bool) -> None:
-        self._parked = parked
+    def set_device_released(self, released: bool) -> None:
+        self._device_released = released
         self._answers.set()
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class DeviceEvents:
             try:
                 self._answers.clear()
                 self._listen()
-                self._answers.wait(PARKED_INTERVAL_S)
+                self._answers.wait(RELEASED_INTERVAL_S)
             except pynvml.NVMLError as error:
                 if self._stopped.is_set():
                     return
@@ -101,7 +101,7 @@ class DeviceEvents:
                 if not logged:
                     log.warning("no events of the device for now", error=str(error))
                     logged = True
-                self._report(DeviceEvent(EventKind.CHANGED))
+                self._report(DeviceEvent(EventKind.AVAILABILITY_CHANGED))
                 self._stopped.wait(RETRY_S)
                 self._answers.clear()
                 self._answers.wait()
@@ -111,7 +111,7 @@ class DeviceEvents:
                 return
 
     def _listen(self) -> None:
-        """Report events until stopped or parked. Raises NVMLError."""
+        """Report events until stopped or the device is released. Raises NVMLError."""
         pynvml.nvmlInit()
         try:
             self._listen_opened()
@@ -137,7 +137,7 @@ class DeviceEvents:
             pynvml.nvmlDeviceRegisterEvents(handle, wanted, events)
             while not self._stopped.is_set():
                 self._read_recovery_action(handle)
-                if self._parked:
+                if self._device_released:
                     return
                 try:
                     data = pynvml.nvmlEventSetWait_v2(events, WAIT_MS)
@@ -159,14 +159,14 @@ class DeviceEvents:
         elif data.eventType == pynvml.nvmlEventTypeDoubleBitEccError:
             self._report(DeviceEvent(EventKind.DOUBLE_BIT_ECC))
         else:
-            self._report(DeviceEvent(EventKind.CHANGED))
+            self._report(DeviceEvent(EventKind.AVAILABILITY_CHANGED))
 
     def _read_recovery_action(self, handle: Any) -> None:
         value = pynvml.nvmlDeviceGetFieldValues(handle, [RECOVERY_ACTION_FIELD])[0]
         action = value.value.uiVal if value.nvmlReturn == pynvml.NVML_SUCCESS else 0
         if action != self.recovery_action:
             self.recovery_action = action
-            self._report(DeviceEvent(EventKind.CHANGED))
+            self._report(DeviceEvent(EventKind.AVAILABILITY_CHANGED))
 
 
 class GroupEvents:
@@ -195,6 +195,6 @@ class GroupEvents:
         for each in self._events:
             each.device_answers()
 
-    def park(self, parked: bool) -> None:
+    def set_device_released(self, released: bool) -> None:
         for each in self._events:
-            each.park(parked)
+            each.set_device_released(released)

@@ -2,23 +2,23 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from multigpu_worker.device.health import Gravity, Reason
+from multigpu_worker.device.health import Reason, Severity
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
 from multigpu_worker.device.sampler import Sample
 
 # NVML's nvmlDeviceGpuRecoveryAction_t.
 _RECOVERY_ACTIONS = {
-    1: ("reset_required", "the driver requires a GPU reset: run nvidia-smi --gpu-reset", Gravity.UNUSABLE),
-    2: ("reboot_required", "the driver requires a restart of the host", Gravity.UNUSABLE),
-    3: ("drain_p2p", "the driver requires peer-to-peer traffic to stop, and then a GPU reset", Gravity.SICK),
+    1: ("reset_required", "the driver requires a GPU reset: run nvidia-smi --gpu-reset", Severity.UNUSABLE),
+    2: ("reboot_required", "the driver requires a restart of the host", Severity.UNUSABLE),
+    3: ("drain_p2p", "the driver requires peer-to-peer traffic to stop, and then a GPU reset", Severity.SICK),
     4: (
         "reset_required",
         "the driver requires the GPU drained and reset: run nvidia-smi --gpu-reset",
-        Gravity.UNUSABLE,
+        Severity.UNUSABLE,
     ),
-    5: ("recover_imex", "the driver requires a recovery of its IMEX domain", Gravity.SICK),
-    6: ("reset_required", "the driver requires a reset of the GPU's PCIe bus", Gravity.UNUSABLE),
-    7: ("reboot_required", "the driver requires a restart of the system", Gravity.UNUSABLE),
+    5: ("recover_imex", "the driver requires a recovery of its IMEX domain", Severity.SICK),
+    6: ("reset_required", "the driver requires a reset of the GPU's PCIe bus", Severity.UNUSABLE),
+    7: ("reboot_required", "the driver requires a restart of the system", Severity.UNUSABLE),
 }
 _THERMAL = {"hw_thermal_slowdown", "sw_thermal_slowdown"}
 _POWER = {"hw_power_brake_slowdown", "board_limit"}
@@ -52,15 +52,15 @@ _SENSORS: tuple[tuple[str, str, Callable[[Telemetry], bool]], ...] = (
 def findings(info: DeviceInfo, sample: Sample, recovery_actions: Sequence[int | None]) -> Iterator[Reason]:
     """`recovery_actions`: NVML's for each device; 0 or None: none. In a group, a message names the devices affected."""
     if sample.gone:
-        yield Reason(sample.gone_code, sample.gone, Gravity.UNUSABLE)
+        yield Reason(sample.gone_code, sample.gone, Severity.UNUSABLE)
     names = [member.name for member in info.members]
     for action in sorted({action for action in recovery_actions if action}):
-        unknown = ("recovery_required", f"the driver requires recovery action {action}", Gravity.SICK)
-        code, message, gravity = _RECOVERY_ACTIONS.get(action, unknown)
-        yield Reason(code, _of(names, [each == action for each in recovery_actions]) + message, gravity)
+        unknown = ("recovery_required", f"the driver requires recovery action {action}", Severity.SICK)
+        code, message, severity = _RECOVERY_ACTIONS.get(action, unknown)
+        yield Reason(code, _of(names, [each == action for each in recovery_actions]) + message, severity)
     for code, message, says in _SENSORS:
         if any(found := [says(each) for each in sample.telemetry.each]):
-            yield Reason(code, _of(names, found) + message, Gravity.DEGRADED)
+            yield Reason(code, _of(names, found) + message, Severity.DEGRADED)
 
 
 def _of(names: Sequence[str], found: Sequence[bool]) -> str:

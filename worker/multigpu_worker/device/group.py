@@ -56,7 +56,7 @@ class DeviceGroup:
 
     def sample(self) -> Telemetry:
         """Raises DeviceGoneError if one of the devices can't be used."""
-        return together(self._each(lambda device: device.sample()))
+        return combined_telemetry(self._each(lambda device: device.sample()))
 
     def release(self) -> None:
         for device in self._devices:
@@ -79,7 +79,7 @@ class DeviceGroup:
         return found
 
 
-def together(members: Sequence[Telemetry]) -> Telemetry:
+def combined_telemetry(members: Sequence[Telemetry]) -> Telemetry:
     """The sample of a group. Values that can't be combined are only in its `members`."""
     rates = [member.utilization for member in members if member.utilization is not None]
     return Telemetry(

@@ -3,20 +3,20 @@
 Pure: health_monitor.py passes in observations with their time, and carries out the consequences of the state.
 
 There are two kinds of reasons. *Findings* are conditions: they hold while they are observed (heat, a lost device, a
-required reset). *Faults* are events (an XID, a wrong answer): they hold until a check is passed; those of gravity
-DEGRADED hold for NOTICE_S, with or without a check. A finding of gravity SICK or more becomes a fault when it ends, so
+required reset). *Faults* are events (an XID, a wrong answer): they hold until a check is passed; those of severity
+DEGRADED hold for NOTICE_S, with or without a check. A finding of severity SICK or more becomes a fault when it ends, so
 that a sick device returns only after a check. The delay before a check doubles with each failed check, and each time
-the device falls sick again within STEADY_S. A finding of gravity SICK or more blocks the check, but the delay passes
+the device falls sick again within STEADY_S. A finding of severity SICK or more blocks the check, but the delay passes
 meanwhile: if the delay is over when the finding ends, the check is due at once.
 
-    HEALTHY ◄──► DEGRADED        no reason holds; only reasons of gravity DEGRADED hold
+    HEALTHY ◄──► DEGRADED        no reason holds; only reasons of severity DEGRADED hold
         │            │
         └────┬───────┘
-             ▼  a finding or a fault of gravity SICK or more
+             ▼  a finding or a fault of severity SICK or more
            SICK ◄─────┐
              │        │ the check failed, or another fault
              ▼        │
-         RECOVERING ──┘          being checked; no finding of gravity SICK or more holds
+         RECOVERING ──┘          being checked; no finding of severity SICK or more holds
              │
              ▼  the check passed
     HEALTHY, DEGRADED
@@ -32,7 +32,7 @@ CHECK_MIN_S, CHECK_MAX_S = 1.0, 300.0
 DOUBLINGS_MAX = 32
 # After the device was fit for this long, the delay starts at CHECK_MIN_S again.
 STEADY_S = 600.0
-# How long a fault of gravity DEGRADED holds.
+# How long a fault of severity DEGRADED holds.
 NOTICE_S = 3600.0
 
 
@@ -45,7 +45,7 @@ class State(IntEnum):
     RECOVERING = 4
 
 
-class Gravity(IntEnum):
+class Severity(IntEnum):
     # The device stays in use.
     DEGRADED = 1
     # No new tasks; running ones may finish.
@@ -62,7 +62,7 @@ class Reason:
     code: str
     # What is wrong, and what to do.
     message: str
-    gravity: Gravity
+    severity: Severity
     since_s: float = 0.0
 
 
@@ -84,9 +84,9 @@ class Health:
 
     @property
     def reasons(self) -> list[Reason]:
-        """Sorted by gravity, then by age."""
+        """Sorted by severity, then by age."""
         every = {**self._faults, **self._findings}
-        return sorted(every.values(), key=lambda reason: (-reason.gravity, reason.since_s, reason.code))
+        return sorted(every.values(), key=lambda reason: (-reason.severity, reason.since_s, reason.code))
 
     @property
     def fit(self) -> bool:
@@ -94,13 +94,13 @@ class Health:
 
     @property
     def unusable(self) -> bool:
-        """No task can start: a reason of gravity NO_ENGINE or more holds. False during a check."""
-        return not self._checking and any(reason.gravity >= Gravity.NO_ENGINE for reason in self.reasons)
+        """No task can start: a reason of severity NO_ENGINE or more holds. False during a check."""
+        return not self._checking and any(reason.severity >= Severity.NO_ENGINE for reason in self.reasons)
 
     @property
     def barred(self) -> bool:
-        """No engine process may use the device: a reason of gravity UNUSABLE holds. False during a check."""
-        return not self._checking and any(reason.gravity is Gravity.UNUSABLE for reason in self.reasons)
+        """No engine process may use the device: a reason of severity UNUSABLE holds. False during a check."""
+        return not self._checking and any(reason.severity is Severity.UNUSABLE for reason in self.reasons)
 
     def find(self, findings: Iterable[Reason], now_s: float) -> None:
         """Replace the findings by those observed now."""
@@ -108,22 +108,22 @@ class Health:
         for finding in findings:
             old = before.get(finding.code)
             since_s = now_s if old is None else old.since_s
-            self._findings[finding.code] = Reason(finding.code, finding.message, finding.gravity, since_s)
+            self._findings[finding.code] = Reason(finding.code, finding.message, finding.severity, since_s)
         for code, reason in before.items():
-            if reason.gravity >= Gravity.SICK and code not in self._findings:
+            if reason.severity >= Severity.SICK and code not in self._findings:
                 self._faults[code] = reason
         if self._checking and self._blocked():
             self._set_back(now_s)
         self._derive(now_s)
 
-    def happen(self, code: str, message: str, gravity: Gravity, now_s: float, *, at_once: bool = False) -> None:
+    def happen(self, code: str, message: str, severity: Severity, now_s: float, *, at_once: bool = False) -> None:
         """Add a fault. `at_once`: check a fit device without delay, and do not lengthen the delays of later checks."""
         setbacks = self._setbacks if at_once and self.fit else None
         old = self._faults.get(code)
         if old is not None:
-            gravity = max(gravity, old.gravity)
-        self._faults[code] = Reason(code, message, gravity, now_s if old is None else old.since_s)
-        if self._checking and gravity >= Gravity.SICK:
+            severity = max(severity, old.severity)
+        self._faults[code] = Reason(code, message, severity, now_s if old is None else old.since_s)
+        if self._checking and severity >= Severity.SICK:
             self._set_back(now_s)
         self._derive(now_s)
         if setbacks is not None:
@@ -144,30 +144,30 @@ class Health:
 
     @property
     def checking(self) -> bool:
-        """Whether a check is in progress. A finding or fault of gravity SICK or more ends it early."""
+        """Whether a check is in progress. A finding or fault of severity SICK or more ends it early."""
         return self._checking
 
     def pass_check(self, now_s: float) -> None:
         assert self._checking
         self._checking = False
-        self._faults = {code: reason for code, reason in self._faults.items() if reason.gravity < Gravity.SICK}
+        self._faults = {code: reason for code, reason in self._faults.items() if reason.severity < Severity.SICK}
         self._derive(now_s)
 
-    def fail_check(self, code: str, message: str, gravity: Gravity, now_s: float) -> None:
+    def fail_check(self, code: str, message: str, severity: Severity, now_s: float) -> None:
         assert self._checking
-        self.happen(code, message, gravity, now_s)
+        self.happen(code, message, severity, now_s)
 
     def pass_time(self, now_s: float) -> None:
-        """Remove old faults of gravity DEGRADED."""
+        """Remove old faults of severity DEGRADED."""
         faults = self._faults
-        old = [c for c, r in faults.items() if r.gravity < Gravity.SICK and now_s - r.since_s >= NOTICE_S]
+        old = [c for c, r in faults.items() if r.severity < Severity.SICK and now_s - r.since_s >= NOTICE_S]
         for code in old:
             del faults[code]
         if old:
             self._derive(now_s)
 
     def _blocked(self) -> bool:
-        return any(reason.gravity >= Gravity.SICK for reason in self._findings.values())
+        return any(reason.severity >= Severity.SICK for reason in self._findings.values())
 
     def _set_back(self, now_s: float) -> None:
         self._checking = False
@@ -175,11 +175,11 @@ class Health:
         self._setbacks += 1
 
     def _derive(self, now_s: float) -> None:
-        gravest = max((reason.gravity for reason in self.reasons), default=None)
-        if gravest is not None and gravest >= Gravity.SICK:
+        worst = max((reason.severity for reason in self.reasons), default=None)
+        if worst is not None and worst >= Severity.SICK:
             state = State.RECOVERING if self._checking else State.SICK
         else:
-            state = State.HEALTHY if gravest is None else State.DEGRADED
+            state = State.HEALTHY if worst is None else State.DEGRADED
         if state >= State.SICK and self.fit:
             if now_s - self._fit_s >= STEADY_S:
                 self._setbacks = 0

@@ -50,7 +50,7 @@ NO_DRIVER = (9, 12)
 # The driver was updated, and its new kernel modules are not loaded.
 MISMATCH = 18
 # Functions that take a MIG instance's handle; all others take its GPU's.
-OF_INSTANCE = frozenset(
+INSTANCE_FUNCTIONS = frozenset(
     (
         "nvmlDeviceGetMemoryInfo",
         "nvmlDeviceGetName",
@@ -353,7 +353,7 @@ class NvmlDevice:
     def _ask(self, function: str, *arguments: Any) -> Any:
         """The result of an NVML call; None if it fails, or this device does not support it. Raises DeviceGoneError."""
         try:
-            return getattr(pynvml, function)(self._own if function in OF_INSTANCE else self._handle, *arguments)
+            return getattr(pynvml, function)(self._own if function in INSTANCE_FUNCTIONS else self._handle, *arguments)
         except pynvml.NVMLError as error:
             code = GONE.get(error.value)
             if code is not None:

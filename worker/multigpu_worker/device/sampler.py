@@ -19,8 +19,8 @@ from multigpu_worker.device.interface import Device, DeviceGoneError, Telemetry
 
 log = structlog.get_logger()
 
-# While the device is parked, the driver is opened for one sample at this interval.
-PARKED_INTERVAL_S = 2.0
+# While the device is released, the driver is opened for one sample at this interval.
+RELEASED_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class Sampler:
         # Concurrent batches; 0: the device has no work.
         self.running = 0
         # The driver is closed between samples, so that the device can be reset.
-        self.parked = False
-        # When the driver was last closed because the device is parked, on the monotonic clock.
+        self.device_released = False
+        # When the driver was last closed because the device is released, on the monotonic clock.
         self._released_s = 0.0
         self._wake = threading.Event()
         self._stopped = False
@@ -134,7 +134,7 @@ class Sampler:
                     _settle(loop, future)
 
     def _sample(self) -> None:
-        if self.parked and time.monotonic() - self._released_s < PARKED_INTERVAL_S:
+        if self.device_released and time.monotonic() - self._released_s < RELEASED_INTERVAL_S:
             return
         self._asked_s = time.monotonic()
         now_ns = time.time_ns()
@@ -145,7 +145,7 @@ class Sampler:
         except Exception:
             log.exception("the device's sensors can't be read")
         finally:
-            if self.parked:
+            if self.device_released:
                 self.device.release()
                 self._released_s = time.monotonic()
             self._asked_s = 0.0

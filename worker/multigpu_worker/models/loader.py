@@ -1,8 +1,8 @@
 """Loads and unloads the worker's models.
 
 residency.py decides which models to load and unload; the loader has the pool do it, and keeps the state of each model:
-its memory, how long it took to load, why loading failed. It is level-triggered: `look` compares the actual with the
-wanted state, and is called after every change and regularly while something is in progress.
+its memory, how long it took to load, why loading failed. It is level-triggered: `reconcile` compares the actual with
+the wanted state, and is called after every change and regularly while something is in progress.
 """
 
 import time
@@ -33,10 +33,10 @@ log = structlog.get_logger()
 # A load that uses no CPU time for this long, or for progress_timeout_s if that is set, counts as hanging.
 LOAD_STILL_S = 60.0
 LOAD_S_MAX = 1800.0
-_LOAD_LOOK_S = 0.5
+_LOAD_CHECK_S = 0.5
 # Error types of failed loads: the engine ran out of memory; the model's files are at fault.
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
-FAULTY = frozenset({"ModelFolderError"})
+FILES_AT_FAULT = frozenset({"ModelFolderError"})
 # A model in use is measured again at this interval.
 MEASURE_S = 30.0
 # From this number of deaths during loads of a model on, a kill from outside counts as a failed load, too.
@@ -53,7 +53,7 @@ class LeaseHolder(Protocol):
 
     def fail(self, leases: list[Lease], error: TaskError) -> None: ...
     def return_leases(self, leases: list[Lease], why: str) -> None: ...
-    def may_load(self) -> bool:
+    def can_load(self) -> bool:
         """The device is fit, and the worker is not stopping."""
 
     def want_heartbeat(self) -> None: ...
@@ -85,7 +85,7 @@ class ModelLoader:
         self.one_by_one: set[str] = set()
         # The master does not know the current routes yet.
         self.changed = False
-        # An exclusive lease was held at the last look.
+        # An exclusive lease was held at the last reconciliation.
         self._exclusive = False
         self._dispatcher = dispatcher
         self._pool = pool
@@ -93,7 +93,7 @@ class ModelLoader:
         # Ids of pinned and of unwanted models.
         self._desired: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
-        self._looked_s = 0.0
+        self._loads_checked_s = 0.0
         # The instances that have loaded their model, by the model's key.
         self._loaded: dict[str, set[ModelProcess]] = {}
         self._kills: Counter[str] = Counter()
@@ -110,9 +110,9 @@ class ModelLoader:
                 resident.wanted_at = now_s
                 new = True
         if new:
-            self.look()
+            self.reconcile()
 
-    def alone(self, key: str | None) -> bool:
+    def nothing_else_loaded(self, key: str | None) -> bool:
         """Whether no other model is in memory. If one is, `tick` unloads it, because an exclusive lease waits."""
         return not any(r.key != key and r.state is not ModelState.ABSENT for r in self.routes.residents.values())
 
@@ -123,14 +123,14 @@ class ModelLoader:
             resident.used_at = time.monotonic()
             resident.used_ns = time.time_ns()
             if resident.state is ModelState.UNLOADING or self._desired[1] or self.routes.replaced():
-                self.look()
+                self.reconcile()
 
-    def desire(self, pinned: Iterable[str], unwanted: Iterable[str]) -> None:
+    def set_desired(self, pinned: Iterable[str], unwanted: Iterable[str]) -> None:
         """The ids of models that the master wants to stay, and of those that it wants unloaded."""
         before = self._desired
         self._desired = frozenset(pinned), frozenset(unwanted)
         if self._desired != before:
-            self.look()
+            self.reconcile()
             self._dispatcher.want_heartbeat()
 
     async def put(self, catalog: Scan) -> None:
@@ -138,7 +138,7 @@ class ModelLoader:
         await to_daemon_thread(self._sizes.prepare, catalog.models)
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
-        self.look()
+        self.reconcile()
         self._dispatcher.routes_changed()
 
     def _reroute(self, change: Callable[[], None]) -> None:
@@ -161,20 +161,20 @@ class ModelLoader:
 
     def _resized(self) -> None:
         self._report_change()
-        self.look()
+        self.reconcile()
 
     # --- reconciliation ----------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def reconcile(self) -> None:
         """Bring the actual state closer to the wanted state."""
         now_s = time.monotonic()
         self._update(now_s)
         for resident in list(self.routes.residents.values()):
-            self._look_at(resident, now_s)
+            self._reconcile_one(resident, now_s)
         for resident in self.routes.replaced():
             if not resident.leases:
                 self._retire(resident, "another version has taken its place", now_s)
-        if not self._dispatcher.may_load():
+        if not self._dispatcher.can_load():
             return
         found = plan(self.routes.residents.values(), self.limit_bytes, now_s)
         for resident, room_bytes in found.too_large:
@@ -208,7 +208,7 @@ class ModelLoader:
     def _holds_exclusive(self) -> bool:
         return any(lease.exclusive for lease in self._dispatcher.session.leases.values())
 
-    def _look_at(self, resident: Resident, now_s: float) -> None:
+    def _reconcile_one(self, resident: Resident, now_s: float) -> None:
         """Take the steps that depend on this model alone."""
         if resident.state is ModelState.UNLOADING and not self._busy(resident):
             self._pool.unload(resident.key)
@@ -246,7 +246,7 @@ class ModelLoader:
         log.info("model retires", model=resident.model, why=why)
         resident.enter(ModelState.UNLOADING, now_s)
         for process in self._pool.models.get(resident.key, ()):
-            process.retiring = True
+            process.takes_no_batches = True
         waiting = self._waiting(resident)
         if resident.key in self.routes.serving:
             self._dispatcher.return_leases(waiting, why)
@@ -270,13 +270,13 @@ class ModelLoader:
         """Fail the leases that wait for a model that cannot be loaded."""
         resident.wanted_at = None
         if leases := self._waiting(resident):
-            error = TaskError(type=error_type, message=resident.error, retryable=not resident.hopeless)
+            error = TaskError(type=error_type, message=resident.error, retryable=not resident.fails_everywhere)
             self._dispatcher.fail(leases, error)
 
     # --- events of the pool ------------------------------------------------------------------------------------------
 
     def model_loaded(self, process: ModelProcess, report: ModelLoaded) -> None:
-        if process.retiring:
+        if process.takes_no_batches:
             return
         resident = self.routes.residents[process.model]
         loaded = self._loaded.setdefault(resident.key, set())
@@ -296,18 +296,18 @@ class ModelLoader:
         self._sizes.measure(resident, self._pids(resident), report.device_bytes)
         if resident.upcoming:
             self._reroute(self.routes.switch)
-            self.look()
+            self.reconcile()
         self._report_change()
         self._dispatcher.routes_changed()
 
     def facts_changed(self, process: ModelProcess, facts: dict[str, str]) -> None:
-        if process.retiring:
+        if process.takes_no_batches:
             return
         self.routes.residents[process.model].facts = facts
         self._report_change()
 
     def load_failed(self, process: ModelProcess, error_type: str, message: str, *, retryable: bool) -> None:
-        if process.retiring:
+        if process.takes_no_batches:
             return
         resident = self.routes.residents[process.model]
         self._load_watch.forget(process.pid)
@@ -321,10 +321,10 @@ class ModelLoader:
             self._pool.unload(resident.key, grace_s=0.0)
             resident.enter(ModelState.ABSENT, time.monotonic())
             self._dispatcher.want_heartbeat()
-            self.look()
+            self.reconcile()
             return
         error = f"the model {resident.model!r} can't be loaded: {message} ({error_type})"
-        self._load_ended(resident, error, hopeless=not retryable, faulty=error_type in FAULTY)
+        self._load_ended(resident, error, fails_everywhere=not retryable, files_at_fault=error_type in FILES_AT_FAULT)
 
     def _expect_more(self, resident: Resident) -> bool:
         """Double the expected size of a model that ran out of memory beside others, so that some of them are unloaded.
@@ -338,10 +338,14 @@ class ModelLoader:
         resident.memory_bytes, resident.measured = min(2 * resident.memory_bytes, room_bytes), False
         return True
 
-    def _load_ended(self, resident: Resident, error: str, *, hopeless: bool = False, faulty: bool = False) -> None:
-        """A load has failed. `hopeless`: it would fail on every worker; `faulty`: it fails until the files change."""
+    def _load_ended(
+        self, resident: Resident, error: str, *, fails_everywhere: bool = False, files_at_fault: bool = False
+    ) -> None:
+        """A load failed. `fails_everywhere`: it would on any worker; `files_at_fault`: it does until they change."""
         log.warning("model failed to load", model=resident.model, error=error)
-        resident.record_failure(error, time.monotonic(), hopeless=hopeless, faulty=faulty)
+        resident.record_failure(
+            error, time.monotonic(), fails_everywhere=fails_everywhere, files_at_fault=files_at_fault
+        )
         self._pool.unload(resident.key, grace_s=0.0)
         self._fail(resident, "ModelLoadError")
         self._reroute(self.routes.switch)
@@ -356,9 +360,9 @@ class ModelLoader:
         loaded = self._loaded.get(resident.key, set())
         was_loaded = process in loaded
         loaded.discard(process)
-        others = bool(self._pool.models.get(resident.key)) and not self._pool.parked
-        if process.retiring:
-            gone = resident.key not in self._pool.models and not self._pool.leaving(resident.key)
+        others = bool(self._pool.models.get(resident.key)) and not self._pool.device_released
+        if process.takes_no_batches:
+            gone = resident.key not in self._pool.models and not self._pool.has_ending_process(resident.key)
             if resident.state is ModelState.UNLOADING and gone:
                 resident.enter(ModelState.ABSENT, time.monotonic())
         elif resident.state is ModelState.LOADING or not (was_loaded or others):
@@ -371,10 +375,10 @@ class ModelLoader:
             log.warning("an instance of a model is not replaced", model=resident.model, died=death.summary)
         self._reroute(self.routes.switch)
         self._dispatcher.want_heartbeat()
-        self.look()
+        self.reconcile()
 
     def _died_loading(self, resident: Resident, death: Death) -> None:
-        if self._pool.parked:  # the health monitor ended it
+        if self._pool.device_released:  # the health monitor ended it
             resident.enter(ModelState.ABSENT, time.monotonic())
             return
         self._kills[resident.key] += 1
@@ -389,18 +393,18 @@ class ModelLoader:
         """Check the loads in progress, measure models in use, and keep a spare process."""
         now_s = time.monotonic()
         moving = (ModelState.LOADING, ModelState.UNLOADING)
-        exclusive = self._exclusive or self._holds_exclusive()  # held at the last look, or held now
+        exclusive = self._exclusive or self._holds_exclusive()  # held at the last reconciliation, or held now
         if exclusive or any(r.state in moving or r.wanted_at is not None for r in self.routes.residents.values()):
-            self.look()
-        if now_s - self._looked_s < _LOAD_LOOK_S:
+            self.reconcile()
+        if now_s - self._loads_checked_s < _LOAD_CHECK_S:
             return
-        self._looked_s = now_s
+        self._loads_checked_s = now_s
         for resident in list(self.routes.residents.values()):
             if resident.state is ModelState.LOADING:
                 self._watch(resident, now_s)
             elif resident.state is ModelState.READY and resident.used_at > resident.measured_at <= now_s - MEASURE_S:
                 self._sizes.measure(resident, self._pids(resident), again=True)
-        if self._dispatcher.may_load():
+        if self._dispatcher.can_load():
             self._keep_spare()
 
     def _watch(self, resident: Resident, now_s: float) -> None:

@@ -26,7 +26,7 @@ LOADS_MAX = 2
 # Delay before a failed load is retried; it doubles up to a limit. The second limit is for models whose files are at
 # fault: when the files change, the model counts as new and is loaded without a delay.
 RETRY_S = 1.0
-RETRY_MAX_S, RETRY_FAULTY_MAX_S = 60.0, 3600.0
+RETRY_MAX_S, RETRY_FILES_AT_FAULT_MAX_S = 60.0, 3600.0
 # Enough for both limits: 2.0 to the power of 1,024 is an OverflowError.
 DOUBLINGS_MAX = 32
 
@@ -71,7 +71,7 @@ class Resident:
     leases: int = 0
     # Why the last load failed; whether it would fail on every worker; failures in a row; when it may be retried.
     error: str = ""
-    hopeless: bool = False
+    fails_everywhere: bool = False
     failures: int = 0
     retry_at: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
@@ -94,11 +94,13 @@ class Resident:
         self.loads += 1
         self.failures, self.error, self.retry_at, self.wanted_at = 0, "", 0.0, None
 
-    def record_failure(self, error: str, now_s: float, *, hopeless: bool = False, faulty: bool = False) -> None:
-        """A load failed. `faulty`: its files are at fault; `hopeless`: it would fail on every worker."""
+    def record_failure(
+        self, error: str, now_s: float, *, fails_everywhere: bool = False, files_at_fault: bool = False
+    ) -> None:
+        """A load failed. `fails_everywhere`: it would fail on every worker."""
         self.enter(ModelState.ABSENT, now_s)
-        self.error, self.hopeless = error, hopeless
-        limit_s = RETRY_FAULTY_MAX_S if hopeless or faulty else RETRY_MAX_S
+        self.error, self.fails_everywhere = error, fails_everywhere
+        limit_s = RETRY_FILES_AT_FAULT_MAX_S if fails_everywhere or files_at_fault else RETRY_MAX_S
         self.retry_at = now_s + min(RETRY_S * 2.0 ** min(self.failures, DOUBLINGS_MAX), limit_s)
         self.failures += 1
 
@@ -124,9 +126,9 @@ def plan(residents: Iterable[Resident], limit_bytes: int, now_s: float) -> Plan:
     pinned_bytes = sum(r.memory_bytes for r in inside if r.pinned)
     loads = sum(r.state is ModelState.LOADING for r in inside)
     if limit_bytes and used_bytes - going_bytes > limit_bytes:  # a model takes more than expected
-        found.unload = _shed(inside, used_bytes - going_bytes - limit_bytes)
+        found.unload = _idle_to_unload(inside, used_bytes - going_bytes - limit_bytes)
         return found
-    for wanted in _in_turn(everyone, now_s):
+    for wanted in _loads_due(everyone, now_s):
         room_bytes = limit_bytes - pinned_bytes
         if limit_bytes and wanted.memory_bytes > room_bytes:
             found.too_large.append((wanted, room_bytes))
@@ -145,13 +147,13 @@ def plan(residents: Iterable[Resident], limit_bytes: int, now_s: float) -> Plan:
     return found
 
 
-def _in_turn(residents: list[Resident], now_s: float) -> list[Resident]:
+def _loads_due(residents: list[Resident], now_s: float) -> list[Resident]:
     """The models to load, in order."""
     waiting = [r for r in residents if r.state is ModelState.ABSENT and r.wanted_at is not None and now_s >= r.retry_at]
     return sorted(waiting, key=lambda r: (not r.pinned, r.wanted_at, r.key))
 
 
-def _shed(inside: list[Resident], excess_bytes: int) -> list[Resident]:
+def _idle_to_unload(inside: list[Resident], excess_bytes: int) -> list[Resident]:
     """The least recently used idle models, enough to get within the limit."""
     chosen: list[Resident] = []
     idle = (r for r in inside if r.state is ModelState.READY and not r.pinned and not r.leases)

@@ -54,7 +54,7 @@ class Fault:
     ours: bool
     message: str
     # It is known which client, or at least that an engine of this worker, caused it.
-    known: bool
+    cause_known: bool
 
 
 class Mps:
@@ -70,16 +70,16 @@ class Mps:
         # Engines of this worker; each leads its process group.
         self._engine_pids: set[int] = set()
         # The number of engines whose death is being examined. Meanwhile the log's offset must not move.
-        self.burying = 0
+        self.reaping_count = 0
         # The pids of clients in this worker's engine process groups that were seen so far.
         self._ours: set[int] = set()
         # The number of other clients of the server.
-        self._strangers = 0
+        self._foreign_clients = 0
         # An engine of this worker has been a client.
         self._connected = False
         self._forced = False
         # An engine is being ended or has just died, so new entries of the server's log are about that.
-        self._blaming = False
+        self._log_in_use = False
         self._unknown_logged = False
 
     # --- starts ------------------------------------------------------------------------------------------------------
@@ -96,14 +96,14 @@ class Mps:
     def started(self, engine_pid: int) -> None:
         if not self._engine_pids:
             self._ours = set()
-            self._blaming = self._forced = self._connected = False
+            self._log_in_use = self._forced = self._connected = False
         self._engine_pids.add(engine_pid)
         self._ours.add(engine_pid)
 
     def ended(self, engine_pid: int) -> None:
         self._engine_pids.discard(engine_pid)
         if self._engine_pids and self.status.state is not MpsState.FAULT:
-            self._blaming = self._forced = False
+            self._log_in_use = self._forced = False
 
     async def restarted(self) -> None:
         """Wait until an engine can be started again, without a limit."""
@@ -126,7 +126,7 @@ class Mps:
         """
         end_s = time.monotonic() + RECOVERY_TIMEOUT_S
         while True:
-            if not self.burying:
+            if not self.reaping_count:
                 servers = await self.control.servers()
                 faulty = [pid for pid in servers if (await self.control.look(pid))[0] == "FAULT"]
                 if not faulty:
@@ -141,7 +141,7 @@ class Mps:
             log.info("MPS works again")
         self._server_pid = next(iter(servers), 0)
         self._log.offset = self._log.size()
-        self._blaming = False
+        self._log_in_use = False
         self._set_status(MpsState.RUNNING)
 
     def _set_status(self, state: MpsState, message: str = "", clients: int | None = None) -> None:
@@ -156,7 +156,7 @@ class Mps:
         If the server does not detach them in time, it is shut down, which also ends the work of its other clients.
         After an answer in an unknown format the group is only stopped.
         """
-        self._blaming = True
+        self._log_in_use = True
         try:
             async with asyncio.timeout(self._limits.terminate_timeout_s):
                 await self._detach(group)
@@ -223,7 +223,7 @@ class Mps:
 
     async def after_death(self) -> Fault | None:
         """The fault of the server that ended an engine of this worker; None: the server had none."""
-        self._blaming = True
+        self._log_in_use = True
         if self._forced:
             return None
         state = ""
@@ -250,19 +250,19 @@ class Mps:
         elif state == "gone":
             ours, message = False, "the GPU's MPS server was shut down or died"
         else:
-            ours = not self._strangers
+            ours = not self._foreign_clients
             message = "the GPU's MPS server had a fatal fault, and its log blames no client"
         message += ", an engine of this worker" if ours else ""
         self._set_status(MpsState.FAULT, message)
         log.error("MPS fault", message=message, ours=ours, server_pid=self._server_pid)
-        return Fault(ours=ours, message=message, known=ours or blamed is not None)
+        return Fault(ours=ours, message=message, cause_known=ours or blamed is not None)
 
     async def watch(self, faulty: Callable[[], Any]) -> None:
         """Poll the server until cancelled. Calls `faulty` at each poll while a fault has stopped the server."""
         answers = True
         while True:
             await asyncio.sleep(POLL_S)
-            if self._blaming:
+            if self._log_in_use:
                 continue
             try:
                 if await self._has_fault():
@@ -290,8 +290,8 @@ class Mps:
         states = dict(await look_for_members(*self._engine_pids))
         self._ours |= states.keys() & set(clients)
         self._connected |= bool(states.keys() & set(clients))
-        self._strangers = sum(client not in self._ours for client in clients)
-        if self._blaming:
+        self._foreign_clients = sum(client not in self._ours for client in clients)
+        if self._log_in_use:
             return False
         if state == "ACTIVE" and any(states.get(pid, "Z") != "Z" for pid in self._engine_pids):
             # The server is active and an engine alive: earlier log entries did not affect the engine. Skip them.

@@ -23,9 +23,9 @@ class EngineBatch:
     spec: Spec
     settled: int = 0
     # When the first frame since the last report begins, in nanoseconds since 1970; 0: there is no such frame.
-    unsettled_ns: int = 0
+    first_unsettled_frame_ns: int = 0
     # The engine was asked to give back what it has not begun.
-    asked_back: bool = False
+    give_back_requested: bool = False
 
 
 def running_leases(state: SlotState, batch: EngineBatch | None) -> list[Lease]:
@@ -47,7 +47,7 @@ def rows_of(leases: Iterable[Lease], blobs: list[bytes]) -> list[tuple[Any, ...]
             lease.attempt,
             _payload_of(lease.payload, blobs),
             lease.units,
-            lease.checkpoint if lease.saved is None else lease.saved,
+            lease.checkpoint if lease.checkpoint_saved is None else lease.checkpoint_saved,
             lease.partials_received + lease.partials_made,
             _partials_of(lease),
         )

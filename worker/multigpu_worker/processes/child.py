@@ -53,14 +53,14 @@ class ProcessSettings:
 
 
 class ChildProcess:
-    """Runs on the event loop. Calls `take` with each frame, which may raise FrameError; and `died` once, at the end."""
+    """Runs on the event loop. Calls `apply_frame` for each frame, which may raise FrameError; and `died` at the end."""
 
     def __init__(
         self,
         settings: ProcessSettings,
         slots: int,
         output_fd: int,
-        take: Callable[[frames.Message, list[bytes]], None],
+        apply_frame: Callable[[frames.Message, list[bytes]], None],
         died: Callable[[Death], None],
         *,
         sources: Sources | None = None,
@@ -87,7 +87,7 @@ class ChildProcess:
         self._detaching: asyncio.Task[None] | None = None
         self._last_slots: list[SlotState] | None = None
         # Under MPS: the task that cleans up after the dead process.
-        self._burying: asyncio.Task[None] | None = None
+        self._reaping: asyncio.Task[None] | None = None
         ours, theirs = socket.socketpair()
         with theirs:
             fds = (theirs.fileno(), self.page.fd, self._blobs.fd)
@@ -106,7 +106,7 @@ class ChildProcess:
             self._mps.started(self.pid)
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._exited)
-        self.channel = EngineChannel(ours, self._blobs, take, self._broken)
+        self.channel = EngineChannel(ours, self._blobs, apply_frame, self._broken)
         engine = dataclasses.asdict(dataclasses.replace(settings.engine, models={}))
         limits = settings.memory_bytes, settings.result_bytes_max
         self.channel.send(("settings", engine, slots, sources or {}, imports, *limits), [])
@@ -128,7 +128,7 @@ class ChildProcess:
             return
         if self._mps is None:
             self._sigkill()
-        elif self._detaching is None and self._burying is None:
+        elif self._detaching is None and self._reaping is None:
             self._last_slots = self.page.sample()
             self.channel.read_rest()
             self._detaching = supervised(asyncio.create_task(self._detach(self._mps)))
@@ -149,12 +149,12 @@ class ChildProcess:
         self.ready = False
         self._loop.remove_reader(self._pidfd)
         if self._mps is None:
-            self._bury(None)
+            self._reap(None)
         else:
-            self._mps.burying += 1
-            self._burying = supervised(asyncio.create_task(self._bury_under_mps(self._mps)))
+            self._mps.reaping_count += 1
+            self._reaping = supervised(asyncio.create_task(self._reap_under_mps(self._mps)))
 
-    async def _bury_under_mps(self, mps: Mps) -> None:
+    async def _reap_under_mps(self, mps: Mps) -> None:
         """Detach the children of a dead process from the GPU, and find out whether an MPS fault ended the process."""
         try:
             if self._detaching is not None:
@@ -163,11 +163,11 @@ class ChildProcess:
                 await mps.detach(self.pid)  # its children may still be clients of the GPU's server
             fault = None if self.last else await mps.after_death()
         finally:
-            mps.burying -= 1
+            mps.reaping_count -= 1
             mps.ended(self.pid)
-        self._bury(fault)
+        self._reap(fault)
 
-    def _bury(self, fault: Fault | None) -> None:
+    def _reap(self, fault: Fault | None) -> None:
         """The process has ended: read its last frames, reap it, and free the memory that was shared with it."""
         # Kill the group before the process is reaped: afterwards another process group could have its id.
         self._sigkill()

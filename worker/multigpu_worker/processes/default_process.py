@@ -44,7 +44,7 @@ class DefaultProcess(EngineProcess):
         self._was_ready = self._useful = False
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._restart_delay_s = 0.0
-        self._parked = False
+        self._device_released = False
         # The process has closed its handlers.
         self._closed = False
 
@@ -55,7 +55,7 @@ class DefaultProcess(EngineProcess):
 
     def start_error(self) -> str:
         """Why no process can start; empty: one is ready, or may be soon, or none is wanted."""
-        if self._parked or self.stopping:
+        if self._device_released or self.stopping:
             return ""
         return self._start.error(self._loop.time(), ready=self.ready)
 
@@ -78,19 +78,19 @@ class DefaultProcess(EngineProcess):
         except TimeoutError:
             log.warning("handlers did not close in time", limit_s=grace_s)
 
-    def park(self) -> None:
-        """End the process, and start none until `unpark`: the device must be released."""
-        self._parked = True
-        self._start.begun_anew()
+    def release_device(self) -> None:
+        """End the process, and start none until `use_device`: the device must be released."""
+        self._device_released = True
+        self._start.reset()
         self.kill()
 
-    def unpark(self) -> None:
-        if self._parked:
-            self._parked = False
+    def use_device(self) -> None:
+        if self._device_released:
+            self._device_released = False
             self._respawn()
 
     def _may_spawn(self) -> bool:
-        return super()._may_spawn() and not self._parked
+        return super()._may_spawn() and not self._device_released
 
     def _spawn(self) -> None:
         super()._spawn()
@@ -117,7 +117,7 @@ class DefaultProcess(EngineProcess):
 
     # Frames.
 
-    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def parse_frame(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "ready":
                 kinds = {
@@ -134,7 +134,7 @@ class DefaultProcess(EngineProcess):
             case "importing":
                 return partial(setattr, self, "_importing", str(message[1]))
             case _:
-                carry_out = super().read(message, blobs)
+                carry_out = super().parse_frame(message, blobs)
                 self._useful = True
                 return carry_out
 
@@ -148,7 +148,7 @@ class DefaultProcess(EngineProcess):
         assert self.child is not None
         self.child.ready = True
         self._was_ready = True
-        self._start.begun_anew()
+        self._start.reset()
         if not self._first_ready.done():
             self._first_ready.set_result(None)
         if self.ready:
@@ -182,7 +182,7 @@ class DefaultProcess(EngineProcess):
             return
         if self.stopping or self._first_ready.exception() is not None:
             return
-        if not self._was_ready and not self._parked:
+        if not self._was_ready and not self._device_released:
             self._died_at_start(death)
         super()._died(death)
         # No delay if a task ends its engine: the task's attempts are limited.

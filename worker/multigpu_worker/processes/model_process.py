@@ -51,7 +51,7 @@ class ModelProcess(EngineProcess):
 
     def end(self, grace_s: float) -> None:
         """Let the process write its files and end; kill it after `grace_s`."""
-        self.retiring = True
+        self.takes_no_batches = True
         if self.stopping:
             return
         self.stopping = True
@@ -71,7 +71,7 @@ class ModelProcess(EngineProcess):
             self.child.page.slots = self.slots
             self.child.channel.send(self._load, [])
 
-    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def parse_frame(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "ready":
                 return lambda: None
@@ -87,7 +87,7 @@ class ModelProcess(EngineProcess):
                 _, error_type, text, retryable = message
                 return partial(self._loader.load_failed, self, str(error_type), str(text), retryable=bool(retryable))
             case _:
-                return super().read(message, blobs)
+                return super().parse_frame(message, blobs)
 
     def _loaded(self, loaded: ModelLoaded) -> None:
         assert self.child is not None

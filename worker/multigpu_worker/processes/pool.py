@@ -41,7 +41,7 @@ class EnginePool:
         self.default = DefaultProcess(settings, self.callbacks)
         # Processes that load or have a model, by the loader's key: an old and a new version may have the same model id.
         self.models: dict[str, list[ModelProcess]] = {}
-        self.parked = False
+        self.device_released = False
         # The number of slots in which cancelled calls run on.
         self.occupied = 0
         self._spare: ModelProcess | None = None
@@ -121,8 +121,8 @@ class EnginePool:
         for process in (self.default,) if model is None else self.models.get(model, ()):
             for batch in process.batches.values():
                 lease = next(iter(batch.leases.values()), None)
-                if lease is not None and lease.rank > rank and not batch.asked_back:
-                    batch.asked_back = True
+                if lease is not None and lease.rank > rank and not batch.give_back_requested:
+                    batch.give_back_requested = True
                     process.recall(list(batch.leases.values()))
 
     def forget(self) -> None:
@@ -162,7 +162,7 @@ class EnginePool:
         self._ending.add(process)
         process.end(grace_s)
 
-    def leaving(self, model: str) -> bool:
+    def has_ending_process(self, model: str) -> bool:
         """A process of this model is still about to end."""
         return any(process.model == model for process in self._ending)
 
@@ -171,7 +171,12 @@ class EnginePool:
         if self._spare is not None and imports != self._spare.imports:
             spare, self._spare = self._spare, None
             self._retire(spare, 0.0)
-        if imports is not None and self._spare is None and not self.parked and time.monotonic() >= self._spare_due_s:
+        if (
+            imports is not None
+            and self._spare is None
+            and not self.device_released
+            and time.monotonic() >= self._spare_due_s
+        ):
             self._spare = ModelProcess(self._settings, self.callbacks, self.model_loader, imports)
 
     def died(self, process: EngineProcess) -> None:
@@ -211,29 +216,29 @@ class EnginePool:
         for process in self:
             process.pause(paused=paused)
 
-    def replace(self) -> None:
+    def end_all_uncharged(self) -> None:
         """End all processes and charge no lease. The default process starts again; models, when tasks wait for them."""
         for process in list(self):
-            process.replace()
+            process.end_uncharged()
 
-    def lost(self) -> None:
+    def end_all_after_fault(self) -> None:
         """End all processes: the GPU's MPS server has a fault, and waits for its clients to end."""
         for process in list(self):
             process.kill()
         self.keep_spare(None)
 
-    def park(self) -> None:
-        """End all processes, and start none until `unpark`: the device must be released."""
-        self.parked = True
-        self.default.park()
+    def release_device(self) -> None:
+        """End all processes, and start none until `use_device`: the device must be released."""
+        self.device_released = True
+        self.default.release_device()
         self.keep_spare(None)
         for processes in list(self.models.values()):
             for process in list(processes):
                 process.kill()
 
-    def unpark(self) -> None:
-        self.parked = False
-        self.default.unpark()
+    def use_device(self) -> None:
+        self.device_released = False
+        self.default.use_device()
 
     def embedding_cache(self) -> pb.EmbeddingCache | None:
         """The sums of all embedding caches' counters, and what the caches hold now; None: there is no cache."""
@@ -262,7 +267,7 @@ class EnginePool:
 
     def stop(self) -> None:
         """End all processes for good; `stopped` waits for that."""
-        self.parked = True
+        self.device_released = True
         self._stopping = [*self, *([self._spare] if self._spare is not None else [])]
         for process in self._stopping:
             process.stop()
@@ -275,7 +280,7 @@ class EnginePool:
 
     def run_self_test(self, test_id: int) -> None:
         """Have a process run the self-test: one with a model, which has loaded torch, or else the default process."""
-        idle = [p for ps in self.models.values() for p in ps if p.ready and not p.batches and not p.retiring]
+        idle = [p for ps in self.models.values() for p in ps if p.ready and not p.batches and not p.takes_no_batches]
         self._self_tester = idle[0] if idle else self.default
         self._self_tester.send(("self_test", test_id, bool(self._settings.engine.models)), [])
 

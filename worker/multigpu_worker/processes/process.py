@@ -42,7 +42,7 @@ class DispatcherCallbacks(Protocol):
     def engine_ready(self) -> None:
         """The default process can take batches."""
 
-    def take_reports(self, reports: BatchReports, start_ns: int) -> None: ...
+    def apply_reports(self, reports: BatchReports, start_ns: int) -> None: ...
     def given_back(self, leases: list[Lease]) -> None:
         """The engine has given these leases back: it has not begun them."""
 
@@ -98,7 +98,7 @@ class EngineProcess:
         # Under MPS: the task that waits until the process may start.
         self._starting: asyncio.Task[None] | None = None
         # The process takes no new batches.
-        self.retiring = False
+        self.takes_no_batches = False
         self.slots = settings.engine.slots
         # The batches in the engine, by batch_id.
         self.batches: dict[int, EngineBatch] = {}
@@ -176,7 +176,7 @@ class EngineProcess:
             self.settings,
             self._slots_max,
             self._output.open(),
-            self.take,
+            self.apply_frame,
             self._ended,
             sources=self.sources,
             imports=self.imports,
@@ -195,7 +195,7 @@ class EngineProcess:
 
         While a cancelled call runs on, it prepares none: the engine may not answer when asked to give the batch back.
         """
-        if not self.ready or self.retiring or len(self.batches) > self.slots - (self.occupied > 0):
+        if not self.ready or self.takes_no_batches or len(self.batches) > self.slots - (self.occupied > 0):
             return False
         if lease is not None and lease.suspect and self.batches:
             return False
@@ -273,10 +273,10 @@ class EngineProcess:
             return
         child.kill()
 
-    def replace(self) -> None:
+    def end_uncharged(self) -> None:
         """End the process, if there is one, and charge no lease: its leases go on in the next process."""
         if self.child is not None and self._evidence.violation is None:
-            self._evidence.replace()
+            self._evidence.end_uncharged()
         self.kill()
 
     def forget(self) -> None:
@@ -291,15 +291,15 @@ class EngineProcess:
 
     # Frames.
 
-    def take(self, message: frames.Message, blobs: list[bytes]) -> None:
+    def apply_frame(self, message: frames.Message, blobs: list[bytes]) -> None:
         """Apply a frame. Raises FrameError if it makes no sense; any other exception is an error of the agent."""
         try:
-            carry_out = self.read(message, blobs)
+            carry_out = self.parse_frame(message, blobs)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise frames.FrameError(f"a frame makes no sense: {error!r}") from error
         carry_out()
 
-    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def parse_frame(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         """Check a frame and return the function that applies it. Raises TypeError, ValueError, LookupError or
         AttributeError if it makes no sense.
         """
@@ -343,9 +343,9 @@ class EngineProcess:
             self._cancelled_ns.pop(report.lease.lease_id, None)
         batch.settled += len(read.reports)
         # Begins with the first frame since the last report: the frames in between were about the same tasks.
-        start_ns = batch.unsettled_ns or read.start_ns
-        batch.unsettled_ns = 0 if read.reports else start_ns
-        self._callbacks.dispatcher.take_reports(read, start_ns)
+        start_ns = batch.first_unsettled_frame_ns or read.start_ns
+        batch.first_unsettled_frame_ns = 0 if read.reports else start_ns
+        self._callbacks.dispatcher.apply_reports(read, start_ns)
         if self._evidence.context_lost:  # the engine can't go on; Evidence.judge decides about its leases
             assert self.child is not None
             self.child.ready = False
@@ -376,8 +376,10 @@ class EngineProcess:
     def _died(self, death: Death) -> None:
         inside = bool(self.batches)
         judged = self._evidence.judge(death, self.batches)
-        external_cause = judged.reason if inside or judged.by_others else "it was unloaded" if self.retiring else ""
-        if inside or not self.retiring:
+        external_cause = (
+            judged.reason if inside or judged.ended_from_outside else "it was unloaded" if self.takes_no_batches else ""
+        )
+        if inside or not self.takes_no_batches:
             log.warning(
                 "engine died",
                 model=self.model,

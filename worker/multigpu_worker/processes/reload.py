@@ -50,7 +50,7 @@ class HandlersReload:
 
     async def _reload(self) -> None:
         process, before = self._process, self.version
-        process.retiring = True
+        process.takes_no_batches = True
         try:
             async with asyncio.timeout(self._drain_timeout_s):
                 await until(lambda: not process.batches)
@@ -59,9 +59,9 @@ class HandlersReload:
             log.warning("tasks begin anew with the reloaded handlers", leases=leases)
         await process.close_handlers(HANDLERS_CLOSE_S)
         process.reload()
-        process.replace()
+        process.end_uncharged()
         await until(lambda: process.sources is not None and process.ready)
-        process.retiring = False
+        process.takes_no_batches = False
         self._error = process.reload_error
         self._count += 1
         log.info("handlers reloaded", before=before, version=self.version, error=self._error)

@@ -19,7 +19,7 @@ class EngineStart:
         self._kills = 0
         self._unready_s: float | None = None
 
-    def begun_anew(self) -> None:
+    def reset(self) -> None:
         """A process is ready, or none is to run for now."""
         self._error, self._kills, self._unready_s = "", 0, None
 

@@ -21,7 +21,7 @@ class ModelContent:
     @staticmethod
     def read(folder: Path) -> "ModelContent":
         """Read all files: about a second per gigabyte. Raises ModelFolderError."""
-        stamp = _stamp(folder)
+        stamp = _file_stamps(folder)
         content = hashlib.sha256()
         try:
             for name, *_ in stamp:
@@ -34,13 +34,13 @@ class ModelContent:
 
     def check(self) -> None:
         """Raises ModelFolderError if a file has changed since `read`: files of two versions may have been loaded."""
-        if _stamp(self.folder) != self.stamp:
+        if _file_stamps(self.folder) != self.stamp:
             raise ModelFolderError(
                 f"{self.folder} was changed while it was being loaded: try again when it is complete"
             )
 
 
-def _stamp(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
+def _file_stamps(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
     layout = read_layout(folder)
     roots = {folder, layout.transformer, *(path for _, path in layout.steps or ())}
     found = {}

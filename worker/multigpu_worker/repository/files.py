@@ -42,7 +42,7 @@ def loaded_files(spec: ModelSpec) -> list[str]:
     if spec.source == "gguf":
         return sorted({spec.file, *(e.name for e in _entries(spec.folder) if e.name.endswith(SIDE_SUFFIXES))})
     if spec.source not in LAYOUT_SOURCES:
-        return sorted(_everything(spec.folder))
+        return sorted(_all_files(spec.folder))
     files: set[str] = set()
     for part in module_folders(spec.folder):
         weights = weight_files(spec.folder, part, spec.allow_pickle)
@@ -257,26 +257,26 @@ def _shards(index: Path) -> list[str]:
         raise ModelFolderError(f"{index}: {error}") from error
 
 
-def _everything(folder: Path, under: str = "") -> Iterator[str]:
+def _all_files(folder: Path, under: str = "") -> Iterator[str]:
     for entry in _entries(folder / under):
         if entry.name not in (FILE_NAME, SUMS_NAME):
             yield under + entry.name
     with os.scandir(folder / under) as entries:
-        folders = [entry for entry in entries if entry.is_dir() and _counts(entry.name)]
+        folders = [entry for entry in entries if entry.is_dir() and _is_visible(entry.name)]
     for entry in folders:
         if entry.is_symlink():
             raise ModelFolderError(f"{entry.path} is a link to a folder: copy the files there instead")
-        yield from _everything(folder, f"{under}{entry.name}/")
+        yield from _all_files(folder, f"{under}{entry.name}/")
 
 
 def _entries(folder: Path) -> list["os.DirEntry[str]"]:
     """The files in a folder, without hidden ones. Links to files are among them."""
     try:
         with os.scandir(folder) as entries:
-            return [entry for entry in entries if _counts(entry.name) and not entry.is_dir()]
+            return [entry for entry in entries if _is_visible(entry.name) and not entry.is_dir()]
     except OSError as error:
         raise ModelFolderError(f"{folder} can't be read: {error.strerror}") from error
 
 
-def _counts(name: str) -> bool:
+def _is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"

@@ -1,11 +1,11 @@
 """Decides which waiting leases go to the engine together.
 
-Pure. Leases wait in one queue (a line) for each spec, oldest first. A batch is cut from the line whose first lease has
-the lowest rank, so no kind starves another. Lines that no engine can run now (for example while their model is being
+Pure. Leases wait in one queue for each spec, oldest first. A batch is cut from the queue whose first lease has the
+lowest rank, so no kind starves another. Queues that no engine can run now (for example while their model is being
 loaded) are skipped and keep their leases' ranks.
 
 A lease's rank is its arrival number plus AGE_TASKS for each priority level below the first (priority is part of a spec,
-so all leases of a line have the same). So a lease overtakes a waiting lease of a lower level only if it arrives fewer
+so all leases of a queue have the same). So a lease overtakes a waiting lease of a lower level only if it arrives fewer
 than AGE_TASKS leases later, for each level between the two.
 
 A batch leaves as soon as an engine can take it, unless its model has a delay: then it waits until the delay is over, a
@@ -41,7 +41,7 @@ class BatchLimits:
     tokens_max: int = 16384
     # Run time of a batch of a kind that runs one by one.
     batch_s: float = 0.05
-    # Time that a batch may wait to grow while an engine could take it.
+    # Time that a batch may be delayed while an engine could take it.
     delay_s: float = 0.0
 
 
@@ -60,8 +60,8 @@ class Speed:
 
 
 @dataclass(slots=True)
-class Growth:
-    """A line whose batch is delayed so that more tasks can join; and the tasks and tokens in it counted so far."""
+class Delay:
+    """A queue whose batch is delayed so that more tasks can join; and the tasks and tokens in it counted so far."""
 
     due_s: float
     tasks: int = 0
@@ -79,40 +79,40 @@ class Batcher:
         self.slots = slots
         self.rules: dict[tuple[str, str], BatchRules] = {}
         # The waiting leases of each spec, with their ranks.
-        self._lines: dict[Spec, deque[tuple[int, Lease]]] = {}
+        self._queues: dict[Spec, deque[tuple[int, Lease]]] = {}
         self._speeds: OrderedDict[tuple[str, str], Speed] = OrderedDict()
         self._arrivals = 0
-        # Leases that are put back get ranks below all others, also below those put back earlier.
+        # Leases that are requeued first get ranks below all others, also below those requeued earlier.
         self._returns = 0
-        self._growing: dict[Spec, Growth] = {}
+        self._delayed: dict[Spec, Delay] = {}
         self._due_s: float | None = None
 
     def add(self, spec: Spec, leases: Iterable[Lease]) -> int:
         """Append leases of one spec. Returns the last one's rank."""
-        line = self._lines.get(spec)
-        if line is None:
-            line = self._lines[spec] = deque()
+        queue = self._queues.get(spec)
+        if queue is None:
+            queue = self._queues[spec] = deque()
         behind = (spec.priority - 1) * AGE_TASKS
         rank = self._arrivals + behind
         for lease in leases:
             rank += 1
-            line.append((rank, lease))
+            queue.append((rank, lease))
         self._arrivals = rank - behind
-        if not line:
-            del self._lines[spec]
+        if not queue:
+            del self._queues[spec]
         return rank
 
-    def put_back(self, leases: Iterable[Lease]) -> None:
+    def requeue_first(self, leases: Iterable[Lease]) -> None:
         """Put leases of an engine that ended before all others, in the given order whatever their specs."""
         for lease in reversed(list(leases)):
             self._returns -= 1
-            self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
+            self._queues.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
 
-    def give_way(self, leases: Iterable[Lease]) -> None:
+    def requeue_in_place(self, leases: Iterable[Lease]) -> None:
         """Put leases that an engine gave back at the places where they waited before."""
         for lease in reversed(list(leases)):
-            line = self._lines.setdefault(lease.spec, deque())
-            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))
+            queue = self._queues.setdefault(lease.spec, deque())
+            queue.appendleft((min(lease.rank, queue[0][0] - 1) if queue else lease.rank, lease))
 
     def pop(
         self, *, one_by_one: Callable[[Spec], bool], may: Callable[[Spec], bool] | None = None, now_s: float = 0.0
@@ -123,35 +123,35 @@ class Batcher:
         batch of a spec now. `now_s`: on a monotonic clock.
         """
         self._due_s = None
-        lines = sorted(self._lines, key=self._head) if len(self._lines) > 1 else list(self._lines)
-        for spec in lines:
+        specs = sorted(self._queues, key=self._head) if len(self._queues) > 1 else list(self._queues)
+        for spec in specs:
             if may is not None and not may(spec):
                 continue
-            line = self._lines[spec]
+            queue = self._queues[spec]
             if one_by_one(spec):
-                batch = self._cut(line, self._tasks_max(spec, len(line)), None)
+                batch = self._cut(queue, self._tasks_max(spec, len(queue)), None)
             else:
                 rules = self.rules.get((spec.kind, spec.model), DEFAULT_RULES)
                 tasks_max = rules.tasks_max or self.limits.tasks_max
                 tokens_max = rules.tokens_max or self.limits.tokens_max
                 delay_s = self.limits.delay_s if rules.delay_s < 0 else rules.delay_s
-                if delay_s and line[0][0] > 0:
-                    tasks_max = self._grown(spec, Growth(now_s + delay_s), tasks_max, tokens_max, now_s)
-                batch = self._cut(line, tasks_max, tokens_max) if tasks_max else []
-            if not line:
-                del self._lines[spec]
-                self._growing.pop(spec, None)
+                if delay_s and queue[0][0] > 0:
+                    tasks_max = self._tasks_due(spec, Delay(now_s + delay_s), tasks_max, tokens_max, now_s)
+                batch = self._cut(queue, tasks_max, tokens_max) if tasks_max else []
+            if not queue:
+                del self._queues[spec]
+                self._delayed.pop(spec, None)
             if batch:
-                self._growing.pop(spec, None)
+                self._delayed.pop(spec, None)
                 return batch
         return []
 
     def first(self, spec: Spec) -> Lease | None:
         """The lease with which the next batch of a spec begins; None: all its leases were dropped."""
-        return next((lease for _, lease in self._lines[spec] if not lease.dropped), None)
+        return next((lease for _, lease in self._queues[spec] if not lease.dropped), None)
 
     def due_s(self) -> float | None:
-        """After a pop that returned nothing: when the first delay of a line is over. None: no line is delayed."""
+        """After a pop that returned nothing: when the first delay of a queue is over. None: no queue is delayed."""
         return self._due_s
 
     def measure(self, spec: Spec, tasks: int, work_s: float) -> None:
@@ -170,23 +170,23 @@ class Batcher:
             self._speeds.popitem(last=False)
 
     def _head(self, spec: Spec) -> int:
-        return self._lines[spec][0][0]
+        return self._queues[spec][0][0]
 
-    def _grown(self, spec: Spec, fresh: Growth, tasks_max: int, tokens_max: int, now_s: float) -> int:
-        """The largest batch that a delayed line may send now; 0: the line waits on.
+    def _tasks_due(self, spec: Spec, fresh: Delay, tasks_max: int, tokens_max: int, now_s: float) -> int:
+        """The largest batch that a delayed queue may send now; 0: the queue waits on.
 
         Dropped leases are counted, too, so a batch may go a little early.
         """
-        line, growth = self._lines[spec], self._growing.setdefault(spec, fresh)
-        growth.tokens += sum(tokens_of(lease) for _, lease in islice(line, growth.tasks, None))
-        growth.tasks = len(line)
+        queue, delay = self._queues[spec], self._delayed.setdefault(spec, fresh)
+        delay.tokens += sum(tokens_of(lease) for _, lease in islice(queue, delay.tasks, None))
+        delay.tasks = len(queue)
         preferred = self.rules.get((spec.kind, spec.model), DEFAULT_RULES).preferred
-        size = max((size for size in preferred if size <= min(growth.tasks, tasks_max)), default=0)
+        size = max((size for size in preferred if size <= min(delay.tasks, tasks_max)), default=0)
         if size:
             return size
-        if growth.tasks >= tasks_max or growth.tokens >= tokens_max or now_s >= growth.due_s:
+        if delay.tasks >= tasks_max or delay.tokens >= tokens_max or now_s >= delay.due_s:
             return tasks_max
-        self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)
+        self._due_s = delay.due_s if self._due_s is None else min(self._due_s, delay.due_s)
         return 0
 
     def _tasks_max(self, spec: Spec, waiting: int) -> int:
@@ -201,22 +201,22 @@ class Batcher:
         return max(1, min(tasks, -(-waiting // self.slots)))
 
     @staticmethod
-    def _cut(line: deque[tuple[int, Lease]], tasks_max: int, tokens_max: int | None) -> list[Lease]:
+    def _cut(queue: deque[tuple[int, Lease]], tasks_max: int, tokens_max: int | None) -> list[Lease]:
         batch: list[Lease] = []
         tokens = 0
-        while line and len(batch) < tasks_max:
-            lease = line[0][1]
+        while queue and len(batch) < tasks_max:
+            lease = queue[0][1]
             if lease.dropped:
-                line.popleft()
+                queue.popleft()
                 continue
-            lease.rank = line[0][0]
+            lease.rank = queue[0][0]
             if tokens_max is not None:
                 tokens += tokens_of(lease)
                 if batch and tokens > tokens_max:
                     break
-            if len(batch) >= lease.together_max:
+            if len(batch) >= lease.batch_size_max:
                 break
-            tasks_max = min(tasks_max, lease.together_max)
+            tasks_max = min(tasks_max, lease.batch_size_max)
             batch.append(lease)
-            line.popleft()
+            queue.popleft()
         return batch

@@ -6,8 +6,8 @@ This module is not compiled with mypyc: in a compiled class each instance would 
 from collections.abc import Sized
 from dataclasses import dataclass, field
 
-# A `together_max` without effect.
-TOGETHER_MAX = 1 << 30
+# A `batch_size_max` without effect.
+BATCH_SIZE_MAX = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Lease:
     # The master wants the lease back, unless an engine has begun it.
     recalled: bool = field(default=False, init=False)
     # The largest batch that it may join. Lowered after an engine died with this lease inside; 1: it is a suspect.
-    together_max: int = field(default=TOGETHER_MAX, init=False)
+    batch_size_max: int = field(default=BATCH_SIZE_MAX, init=False)
     # The number of engine deaths with this lease inside that were not charged to it.
     deaths: int = field(default=0, init=False)
     fraction: float = field(default=0.0, init=False)
@@ -66,8 +66,8 @@ class Lease:
     log: str = field(default="", init=False)
     log_unsent: bool = field(default=False, init=False)
     # The checkpoint of this attempt.
-    saved: bytes | None = field(default=None, init=False)
-    saved_unsent: bool = field(default=False, init=False)
+    checkpoint_saved: bytes | None = field(default=None, init=False)
+    checkpoint_unsent: bool = field(default=False, init=False)
     # Partial outputs of this attempt, kept to be sent again; how many were made, and the bytes of those kept.
     partials: list[tuple[bytes, str]] | None = field(default=None, init=False)
     partials_made: int = field(default=0, init=False)
@@ -76,4 +76,4 @@ class Lease:
     @property
     def suspect(self) -> bool:
         """Whether it may have ended an engine. Then it runs alone."""
-        return self.together_max == 1
+        return self.batch_size_max == 1

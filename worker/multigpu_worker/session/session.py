@@ -186,7 +186,7 @@ class Session:
                 self._push(Reports(group.start_ns, group.finish_ns, wanted, size_bytes, kept_bytes, group.usage))
         return unwanted
 
-    def break_stream(self) -> list[Lease]:
+    def stream_broken(self) -> list[Lease]:
         """The stream is gone. Returns the leases that can't be resumed, to be cancelled in the engines."""
         self.connected = False
         lost = [lease for lease in self.leases.values() if not lease.resumable]
@@ -205,7 +205,7 @@ class Session:
             if self.leases.pop(lease.lease_id, None) is None:
                 continue
             lease.payload = b""
-            if lease.saved_unsent and report.state is not ReportState.SUCCEEDED:
+            if lease.checkpoint_unsent and report.state is not ReportState.SUCCEEDED:
                 self.heartbeat_due = True
             report_bytes = _size_of(report)
             if group and size_bytes + report_bytes > GROUP_BYTES_MAX:
@@ -233,11 +233,11 @@ class Session:
                 lease.partials = None
                 lease.partial_bytes = 0
         if self.connected:
-            saved = lease.saved if lease.saved_unsent else None
+            saved = lease.checkpoint_saved if lease.checkpoint_unsent else None
             if saved is not None:
                 # A checkpoint that does not fit is sent with the next output, or with a heartbeat after this output.
-                lease.saved_unsent = len(data) + len(saved) > PARTIAL_BYTES_MAX
-                saved = None if lease.saved_unsent else saved
+                lease.checkpoint_unsent = len(data) + len(saved) > PARTIAL_BYTES_MAX
+                saved = None if lease.checkpoint_unsent else saved
             self._push(Partial(lease, index, data, content_type, saved))
         elif not lease.resumable:
             self.revoke(lease.lease_id)
@@ -245,8 +245,8 @@ class Session:
         return True
 
     def save(self, lease: Lease, checkpoint: bytes) -> None:
-        lease.saved = checkpoint
-        lease.saved_unsent = True
+        lease.checkpoint_saved = checkpoint
+        lease.checkpoint_unsent = True
 
     @staticmethod
     def log(lease: Lease, text: str) -> None:
@@ -254,11 +254,11 @@ class Session:
         lease.log = last_lines(lease.log + text)
         lease.log_unsent = True
 
-    def return_all(self, reason: str, now_ns: int, kept: Container[int] = ()) -> None:
+    def return_all_leases(self, reason: str, now_ns: int, kept: Container[int] = ()) -> None:
         """Return all leases uncharged, except those in `kept`."""
-        self.give_back([lease for lease_id, lease in self.leases.items() if lease_id not in kept], reason, now_ns)
+        self.return_leases([lease for lease_id, lease in self.leases.items() if lease_id not in kept], reason, now_ns)
 
-    def give_back(self, leases: Iterable[Lease], reason: str, now_ns: int, error_type: str = "Returned") -> None:
+    def return_leases(self, leases: Iterable[Lease], reason: str, now_ns: int, error_type: str = "Returned") -> None:
         """Return leases uncharged."""
         leases = list(leases)
         for lease in leases:
@@ -288,11 +288,11 @@ class Session:
         left_bytes = CHECKPOINT_BYTES_MAX
         listed = []
         for lease in leases:
-            due = hello or (lease.saved_unsent and lease.lease_id not in later)
-            checkpoint = lease.saved if due else None
+            due = hello or (lease.checkpoint_unsent and lease.lease_id not in later)
+            checkpoint = lease.checkpoint_saved if due else None
             if checkpoint is not None:
                 left_bytes -= len(checkpoint)
-                lease.saved_unsent = left_bytes < 0
+                lease.checkpoint_unsent = left_bytes < 0
                 if left_bytes < 0:
                     checkpoint = None
             log = lease.log if hello or lease.log_unsent else ""
@@ -302,7 +302,7 @@ class Session:
                 log = ""
             listed.append(Held(lease=lease, checkpoint=checkpoint, log=log))
         failed = [r.lease for g in reported for r in g.reports if r.state is not ReportState.SUCCEEDED]
-        self.heartbeat_due = not hello and any(lease.saved_unsent for lease in failed)
+        self.heartbeat_due = not hello and any(lease.checkpoint_unsent for lease in failed)
         return listed
 
     def has_unsent(self) -> bool:

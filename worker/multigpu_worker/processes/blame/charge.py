@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from multigpu_worker.processes.batch import EngineBatch, running_leases
-from multigpu_worker.processes.blame.limits import Violation, accused_of
+from multigpu_worker.processes.blame.limits import Violation, slot_key
 from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.session import TaskError
@@ -51,7 +51,7 @@ def suspects_of_slots(
     suspects = Suspects()
     for state in slots:
         batch = batches.get(state.batch_id)
-        if batch is None or (violation is not None and accused_of(state, batch) not in violation.slots):
+        if batch is None or (violation is not None and slot_key(state, batch) not in violation.slots):
             continue
         if batch.one_by_one:
             suspects.alone += running_leases(state, batch)
@@ -90,24 +90,24 @@ def charge(suspects: Suspects, error: TaskError, batches: Batches) -> Charges:
         return _charges(batches, {everyone[0].lease_id: error})
     for leases in suspects.together:
         for lease in leases:
-            lease.together_max = max(1, len(leases) // 2)
+            lease.batch_size_max = max(1, len(leases) // 2)
     for lease in suspects.alone:
-        lease.together_max = 1
+        lease.batch_size_max = 1
     return _charges(batches, {})
 
 
-def charge_none(batches: Batches, error: TaskError, deaths_max: int = DEATHS_MAX, *, halve: bool) -> Charges:
+def requeue_all(batches: Batches, error: TaskError, deaths_max: int = DEATHS_MAX, *, halve: bool) -> Charges:
     """Nothing ran, or the cause is elsewhere: all leases go on, except those with `deaths_max` deaths, which fail.
 
     `halve`: they go on in smaller batches, as one of them may be the cause.
     """
     failed: dict[int, TaskError] = {}
     for batch in batches.values():
-        together_max = max(1, len(batch.leases) // 2)
+        batch_size_max = max(1, len(batch.leases) // 2)
         for lease in batch.leases.values():
             lease.deaths += 1
             if halve:
-                lease.together_max = together_max
+                lease.batch_size_max = batch_size_max
             if lease.deaths >= deaths_max:
                 failed[lease.lease_id] = error
     return _charges(batches, failed)

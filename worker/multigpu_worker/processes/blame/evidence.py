@@ -15,7 +15,7 @@ from multigpu_worker.processes.blame.charge import (
     Charges,
     Suspects,
     charge,
-    charge_none,
+    requeue_all,
     suspects_of_lost_context,
     suspects_of_slots,
 )
@@ -39,7 +39,7 @@ class Judgement:
     # A task's error that shows a hardware error of the device; empty: there is none.
     hardware: str
     # The agent or another program killed the process, or a fault of the GPU's MPS server ended it.
-    by_others: bool
+    ended_from_outside: bool
 
 
 class Evidence:
@@ -63,8 +63,8 @@ class Evidence:
         """All leases were given back."""
         self._context_errors.clear()
 
-    def replace(self) -> None:
-        """The agent replaces the process, and no lease is charged."""
+    def end_uncharged(self) -> None:
+        """The agent ends the process, and no lease is charged."""
         error = TaskError(type="EngineReplaced", message="the engine was replaced", retryable=True)
         self.violation = Violation(slots=frozenset(), error=error)
 
@@ -92,9 +92,9 @@ class Evidence:
             for lease, error in charges.failed
         ]
         messages = [error.message for error in self._context_errors.values() if hardware_failed(error.message)]
-        by_others = death.killed or death.fault is not None or self.violation is not None
+        ended_from_outside = death.killed or death.fault is not None or self.violation is not None
         self.violation, self.out_of_memory, self._context_errors = None, False, {}
-        return Judgement(reports, charges.again, died.type, next(iter(messages), ""), by_others)
+        return Judgement(reports, charges.again, died.type, next(iter(messages), ""), ended_from_outside)
 
     def _error(self, death: Death) -> TaskError:
         if self.violation is not None:
@@ -111,12 +111,12 @@ class Evidence:
         if death.fault is not None:
             fault = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
             if not death.fault.ours:
-                deaths_max = DEATHS_MAX if death.fault.known else UNKNOWN_FAULTS_MAX
-                return charge_none(batches, fault, deaths_max, halve=False)
+                deaths_max = DEATHS_MAX if death.fault.cause_known else UNKNOWN_FAULTS_MAX
+                return requeue_all(batches, fault, deaths_max, halve=False)
             if self.violation is None:
                 died = fault
         elif lost and not reported:
-            return charge_none(batches, next(iter(lost.values())), halve=False)
+            return requeue_all(batches, next(iter(lost.values())), halve=False)
         if reported:
             before = [state for state in death.slots if state.started_ns < self._context_lost_ns]
             suspects = suspects_of_lost_context(before, batches, reported)
@@ -125,7 +125,7 @@ class Evidence:
         if self.violation is None and not suspects.all():
             inside = [lease for batch in batches.values() for lease in batch.leases.values()]
             if death.killed or len(inside) != 1:
-                return charge_none(batches, died, halve=True)
+                return requeue_all(batches, died, halve=True)
             suspects = Suspects(alone=inside)
         return charge(suspects, died, batches)
 

@@ -55,15 +55,15 @@ class Limits:
             if batch is None or not running:
                 self._standstills.pop(slot, None)
                 continue
-            accused = accused_of(state, batch)
+            key = slot_key(state, batch)
             stalled = self._no_progress(now_ns, slot, state) or stalled
             # One task may hold up several slots, which are not all seen to stop in the same check. So a violation also
             # names slots that have stood still for half the timeout.
             if slot in self._standstills and self._still_s(now_ns, slot) >= self.progress_timeout_s / 2:
-                still.add(accused)
+                still.add(key)
             error = self._run_timeout(now_ns, state, running) or self._cancelled(now_ns, running, cancelled_ns)
             if error is not None:
-                return Violation(slots=frozenset([accused]), error=error)
+                return Violation(slots=frozenset([key]), error=error)
         return None if stalled is None else Violation(slots=frozenset(still), error=stalled)
 
     def _still_s(self, now_ns: int, slot: int) -> float:
@@ -99,6 +99,6 @@ class Limits:
         return TaskError(type="Cancelled", message=message, retryable=True)
 
 
-def accused_of(state: SlotState, batch: EngineBatch) -> tuple[int, int]:
+def slot_key(state: SlotState, batch: EngineBatch) -> tuple[int, int]:
     """What a slot runs, as an entry of Violation.slots."""
     return state.batch_id, state.lease_id if batch.one_by_one else 0

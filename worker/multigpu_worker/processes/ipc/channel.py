@@ -14,13 +14,13 @@ _READS_MAX = 10_000
 
 
 class EngineChannel:
-    """`take` is called with each frame and may raise FrameError. After a FrameError, `broken` is called once."""
+    """`apply_frame` is called with each frame and may raise FrameError. After a FrameError, `broken` is called once."""
 
     def __init__(
         self,
         sock: socket.socket,
         blobs: BlobMemory,
-        take: Callable[[frames.Message, list[bytes]], None],
+        apply_frame: Callable[[frames.Message, list[bytes]], None],
         broken: Callable[[frames.FrameError], None],
     ) -> None:
         sock.setblocking(False)
@@ -28,7 +28,7 @@ class EngineChannel:
         self._sock = sock
         self._blobs = blobs
         self._decoder = frames.Decoder(blobs.up)
-        self._take = take
+        self._apply_frame = apply_frame
         self._broken = broken
         self._unsent: deque[memoryview] = deque()
         self._reading = True
@@ -66,7 +66,7 @@ class EngineChannel:
             for _ in range(_READS_MAX):
                 for message, blobs in self._decoder.feed(self._sock):
                     if message[0] not in ("ready", "loaded"):
-                        self._take(message, blobs)
+                        self._apply_frame(message, blobs)
 
     def close(self) -> None:
         self._end()
@@ -90,7 +90,7 @@ class EngineChannel:
             return
         try:
             for message, blobs in received:
-                self._take(message, blobs)
+                self._apply_frame(message, blobs)
         except frames.FrameError as error:
             self._break(error)
 

@@ -78,7 +78,7 @@ class StreamHandler(Protocol):
     def disconnected(self, reason: str) -> None: ...
 
 
-class Link:
+class MasterConnection:
     def __init__(self, address: str, handler: StreamHandler, credentials: Credentials | None = None) -> None:
         self.address = address
         self._credentials = credentials or Credentials()
