@@ -84,7 +84,7 @@ FAILPOINTS = [
     *_around(AGENT, "hello", f"{_W}.master_stream", "MasterStream.hello", AFTER, once=True),
     *_around(AGENT, "leases come", f"{_W}.master_stream", "MasterStream.received"),
     *_around(AGENT, "a batch goes to the engine", f"{_W}.processes.process", "EngineProcess.dispatch"),
-    *_around(AGENT, "the agent reads its engine", f"{_W}.processes.process", "EngineProcess.read"),
+    *_around(AGENT, "the agent reads its engine", f"{_W}.processes.process", "EngineProcess.parse_frame"),
     *_around(AGENT, "reports leave", f"{_W}.session.session", "Session.take_frame"),
     *_around(ENGINE, "a batch is taken in", f"{_W}.engine.runtime", "Runtime._prepared", AFTER),
     *_around(ENGINE, "a task begins", f"{_W}.engine.reporter", "BatchReporter.begin", AFTER),

@@ -278,8 +278,9 @@ def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_resta
     watch.need("xid_79", "off the bus")
     ResetNote(path).keep(watch.state)
     assert ResetNote(path).read().needed is not None
-    path.write_text(path.read_text().replace('"errors": null', '"errors": "many"'))
-    assert ResetNote(path).read().needed is None, "a damaged file is no state: the worker ended by it at every start"
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(path.read_text().replace('"errors": null', '"errors": "many"'))
+    assert ResetNote(damaged).read().needed is None, "the worker ended by it at every start"
     (tmp_path / "boot_id").write_text("another")
     monkeypatch.setattr(reset_watch, "BOOT_ID", tmp_path / "boot_id")
     assert ResetNote(path).read().needed is None

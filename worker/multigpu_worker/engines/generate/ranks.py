@@ -105,9 +105,9 @@ class RankGroup:
 
     def __init__(self, spec: ModelSpec, settings: EngineSettings, precision: str) -> None:
         self._closing = False
-        # A file without a name: rank 0 mostly ends by SIGKILL, and could not delete it.
-        self._store = os.memfd_create("ranks")
-        store = f"/proc/{os.getpid()}/fd/{self._store}"
+        # A file without a name: rank 0 mostly ends by SIGKILL, and could not delete it. It is never closed: torch's
+        # FileStore opens it again when it is destroyed, and another file would have its number then.
+        store = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
         plain = {name: getattr(settings, name) for name in SETTINGS}
         self._processes = [
             subprocess.Popen(
@@ -143,7 +143,6 @@ class RankGroup:
         for process in self._processes:
             process.wait(END_TIMEOUT_S)
         dist.destroy_process_group()
-        os.close(self._store)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
