@@ -74,6 +74,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer = None
         self.transport.close()
 
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # as above
+        super().timeout_keep_alive_handler()
+
     def _expect_reader(self) -> None:
         unread_bytes = self.transport.get_write_buffer_size()
         self._reader_timer = self.loop.call_later(READER_TIMEOUT_S, self._check_reader, unread_bytes)

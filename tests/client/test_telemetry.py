@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from multigpu.config.config import ConfigError, TelemetryConfig
@@ -315,3 +316,36 @@ def test_logs_are_text_on_the_console() -> None:
 def test_configuring_logging_twice_writes_each_line_once() -> None:
     (line,) = run_logging("json", "telemetry.configure_logging('info', 'json')\nlogging.getLogger('x').info('once')")
     assert json.loads(line)["event"] == "once"
+
+
+def test_a_line_that_is_written_within_another_does_not_wait_for_itself(tmp_path: Path) -> None:
+    """An object that the garbage collector destroys meanwhile may log, on the same thread."""
+    with (tmp_path / "log").open("w") as file:
+        lossy = telemetry._LossyStream(file)
+        with lossy._lock:
+            lossy.write("within\n")
+    assert (tmp_path / "log").read_text() == "within\n"
+
+
+FULL_FILE = """
+import resource, signal, sys
+from multigpu.daemon.telemetry import _LossyStream
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+lossy = _LossyStream(sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+for n in range(5):
+    lossy.write(f"line {n}\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+lossy.write("again\\n")
+"""
+
+
+def test_a_line_that_did_not_fit_is_not_written_later(tmp_path: Path) -> None:
+    """Python's buffer kept it, and the log had lines that it had also counted as lost."""
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        subprocess.run([sys.executable, "-c", FULL_FILE], stderr=file, check=True)
+    first, cut, lost, again = path.read_text().splitlines()
+    assert (first, cut, json.loads(lost)["lines"], again) == ("line 0", "lin", 4, "again")

@@ -49,10 +49,14 @@ def test_the_caller_needs_a_token_of_the_right_role(gateway: GatewayProcess, sec
     assert status(gateway, "GET", "/health") == (200, {"status": "ok"})
 
 
-def test_an_upload_without_a_token_is_rejected_before_it_is_received(gateway: GatewayProcess) -> None:
-    headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    response, _ = gateway.call("POST", "/v1/files", b"--x\r\nContent-Disposition: form-data; name=", headers)
-    assert response.status == 401, "and not 400: the body has no end"
+def test_an_upload_of_no_submitter_is_rejected_before_it_is_received(
+    gateway: GatewayProcess, secured: SecuredFleet
+) -> None:
+    _, reader = secured.create("gateway-uploader", "read")
+    for authorization, status in ({}, 401), ({"Authorization": f"Bearer {reader}"}, 403):
+        headers = {"Content-Type": "multipart/form-data; boundary=x", **authorization}
+        response, _ = gateway.call("POST", "/v1/files", b"--x\r\nContent-Disposition: form-data; name=", headers)
+        assert response.status == status, "and not 400: the body has no end"
 
 
 def test_a_proxy_may_keep_its_name_in_host(gateway: GatewayProcess, secured: SecuredFleet) -> None:

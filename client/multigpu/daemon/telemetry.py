@@ -18,6 +18,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TextIO
 
@@ -42,8 +43,8 @@ __all__ = [
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 # How long an unresponsive collector may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
-# How long a reader of the log that stands still may delay the program, once until it reads again.
-_STALL_MS = 500
+# How long a slow reader of the log may delay the program for a line; for none after a lost line, until it reads again.
+_STALL_S = 0.5
 # Linux: a pipe that is writable takes so many bytes at once.
 _PIPE_BYTES = 4096
 # The event that follows lost lines, once the stream takes lines again.
@@ -99,15 +100,14 @@ class _LossyStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._lock = threading.Lock()
+        # A line may be written within another: by an object that is destroyed meanwhile.
+        self._lock = threading.RLock()
         self._lost = 0
         # The last line was written in part.
         self._cut = False
-        self._poll: select.poll | None = None
+        self._fd = -1
         with contextlib.suppress(OSError, ValueError):  # a stream without a file never waits
-            fd = stream.fileno()
-            self._poll = select.poll()
-            self._poll.register(fd, select.POLLOUT)
+            self._fd = stream.fileno()
 
     def write(self, text: str) -> None:
         with self._lock:
@@ -121,14 +121,21 @@ class _LossyStream:
                 self._lost += 1
 
     def _write(self, text: str) -> None:
-        text = "\n" + text if self._cut else text
-        size = _PIPE_BYTES if text.isascii() else _PIPE_BYTES // 4  # UTF-8 has at most four bytes a character
-        for at in range(0, len(text), size):
-            if self._poll is not None and not self._poll.poll(0 if self._lost else _STALL_MS):
+        if self._fd < 0:
+            self._stream.write(text)
+            return
+        if self._stream.closed:
+            raise ValueError("another file may have its number now")
+        data = (("\n" + text) if self._cut else text).encode("utf-8", "backslashreplace")
+        until_s = time.monotonic() + (0 if self._lost else _STALL_S)
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        while data:
+            if not poll.poll(max(0.0, 1000 * (until_s - time.monotonic()))):
                 raise TimeoutError
-            self._stream.write(text[at : at + size])
-            self._stream.flush()
-            self._cut = at + size < len(text)
+            # Not by the stream, whose buffer would keep what can't be written.
+            data = data[os.write(self._fd, data[:_PIPE_BYTES]) :]
+            self._cut = bool(data)
 
     def flush(self) -> None:
         """Each line is flushed when it is written."""

@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 import msgspec
-from multigpu import AsyncClient, NotFoundError
+from multigpu import AsyncClient
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -44,8 +44,7 @@ async def upload(request: Request, connected: ClientPair) -> None:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
     with contextlib.closing(_Upload(connected.client, request.header(b"content-type"))) as body:
         # Before a body is received that may fill the disk: the master checks the token, and has no such task.
-        with contextlib.suppress(NotFoundError):
-            await connected.client.get(body.id)
+        await connected.client.cancel(body.id)
         async for data in request.parts(FILE_BYTES_MAX):
             await body.take(data)
         info = await body.end()

@@ -126,3 +126,15 @@ def test_a_cancelled_lease_is_forgotten_with_its_batch_though_another_batch_wait
     leases.cancelled.update((1, 2))
     leases.end_batch([1])
     assert leases.cancelled == {2}
+
+
+def test_a_lease_that_came_again_in_another_batch_stays_cancelled() -> None:
+    """It was given back by the first, whose end must not undo that it is cancelled in the second."""
+    ends = Ends()  # the agent's end stays open
+    leases = ends.leases
+    given_back = leases.add_batch([1])
+    leases.give_back([1])
+    leases.add_batch([1])
+    leases.cancelled.add(1)
+    leases.end_batch({1} - given_back)
+    assert leases.cancelled == {1}

@@ -114,7 +114,7 @@ def host_memory_bytes() -> int:
 def memory_limits(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """The memory.max of this process's control group (cgroup v2) and of the groups above it, where there is a limit."""
     with contextlib.suppress(OSError):
-        group = re.search(r"^0::/(.*)$", membership.read_text(), re.MULTILINE)
+        group = re.search(r"^0::/(.*)$", os.fsdecode(membership.read_bytes()), re.MULTILINE)
         folder = mount / group[1] if group is not None else mount
         texts = [_read(each / "memory.max") for each in (folder, *folder.parents) if each.is_relative_to(mount)]
         return [int(text) for text in texts if text.isdecimal()]

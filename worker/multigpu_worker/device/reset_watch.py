@@ -77,7 +77,7 @@ class ResetNote:
                 self._kept = ResetState((str(code), str(message)), bool(values["driver_blocked"]), errors)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             log.warning("the stored reset state can't be read", file=str(self.path), error=str(error))
         return self._kept
 

@@ -41,7 +41,7 @@ class Events:
         for index, line in enumerate(known):
             try:
                 self._note(json.loads(line))
-            except ValueError:  # it was damaged: the events before and after it still count
+            except (ValueError, TypeError, KeyError):  # it was damaged: the events before and after it still count
                 continue
             if index < item.partials_received:
                 self._sent_bytes += len(line) + OVERHEAD_BYTES
