@@ -117,7 +117,7 @@ class Gateway:
         a name can let it resolve to this host (DNS rebinding), and a browser then takes his page and the gateway for
         one site.
         """
-        if not await self.clients.asks_for_tokens():
+        if not await self.clients.requires_tokens():
             raise HttpError(
                 FORBIDDEN,
                 f"Host is {request.header(b'host')}, and this gateway serves its own host, because the master asks "

@@ -14,8 +14,8 @@ from multigpu.config.config import GatewayConfig
 # Of the tokens whose clients are unused, this many keep them open: those that were used last.
 UNUSED_MAX = 256
 CHECK_TIMEOUT_S = 2.0
-# How long a master that rejected a call without a token is taken to reject others.
-TOKENS_ASKED_S = 10.0
+# After the master has rejected a call without a token, it is asked again after this time at the earliest.
+TOKENS_KNOWN_S = 10.0
 # Limits of the SDK on a token's tasks in flight and their bytes: so high that the master's limits apply first.
 TASKS_MAX, BYTES_MAX = 1_000_000, 1 << 30
 
@@ -42,8 +42,8 @@ class Clients:
         self._settings |= {name: getattr(config, name) for name in ("tls_ca", "tls_cert", "tls_key")}
         self._by_token: OrderedDict[str, ClientPair] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
-        # By the loop's clock.
-        self._tokens_asked_until_s = 0.0
+        # Until then, by the loop's clock, the master is known to require tokens.
+        self._tokens_known_until_s = 0.0
 
     @contextlib.asynccontextmanager
     async def acquire(self, token: str) -> AsyncIterator[ClientPair]:
@@ -59,24 +59,26 @@ class Clients:
             found.users -= 1
             self._close_unused()
 
-    async def asks_for_tokens(self, timeout_s: float | None = None) -> bool:
-        """Whether the master rejects calls without a token, or did so in the last TOKENS_ASKED_S. Raises MultigpuError
-        if it does not answer within `timeout_s`; None: as long as any call waits.
+    async def requires_tokens(self) -> bool:
+        """Whether the master rejects calls without a token, or did so in the last TOKENS_KNOWN_S. Waits for a master
+        that restarts, as any call does. Raises MultigpuError if it does not answer.
         """
         now_s = asyncio.get_running_loop().time()
-        if timeout_s is None and now_s < self._tokens_asked_until_s:
-            return True
+        if now_s >= self._tokens_known_until_s and await self._rejects_no_token(None):
+            self._tokens_known_until_s = now_s + TOKENS_KNOWN_S
+        return now_s < self._tokens_known_until_s
+
+    async def check_master(self) -> None:
+        """Raises MultigpuError if the master does not answer. Needs no token."""
+        await self._rejects_no_token(CHECK_TIMEOUT_S)
+
+    async def _rejects_no_token(self, timeout_s: float | None) -> bool:
         async with self.acquire("") as connected:
             try:
                 await connected.client.count(timeout=timeout_s)
             except errors.AccessError:
-                self._tokens_asked_until_s = now_s + TOKENS_ASKED_S
                 return True
         return False
-
-    async def check_master(self) -> None:
-        """Raises MultigpuError if the master does not answer. Needs no token."""
-        await self.asks_for_tokens(CHECK_TIMEOUT_S)
 
     def _close_unused(self) -> None:
         if len(self._by_token) <= UNUSED_MAX:

@@ -76,7 +76,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # as above
+            self.transport.abort()  # `close` would wait until the client has read everything
         super().timeout_keep_alive_handler()
 
     def _expect_reader(self) -> None:
@@ -87,7 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < unread_bytes:
             self._expect_reader()
         else:
-            self.transport.abort()  # `close` would wait until the client has read everything
+            self.transport.abort()
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:

@@ -25,7 +25,8 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        # Before the last tasks are cancelled: what is scheduled after it is rejected, and what was before runs once.
+        # Set before the last tasks are cancelled: a caller that schedules something later gets an error, and what was
+        # scheduled earlier has its turn, and is cancelled.
         self._ended = True
         self.loop.run_until_complete(_cancel_tasks())
         self.loop.close()

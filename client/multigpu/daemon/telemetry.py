@@ -43,7 +43,7 @@ __all__ = [
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 # How long an unresponsive collector may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
-# How long a slow reader of the log may delay the program for a line; for none after a lost line, until it reads again.
+# A line waits for a slow reader of the log at most so long. After a lost line, none waits until the reader goes on.
 _STALL_S = 0.5
 # Linux: a pipe that is writable takes so many bytes at once.
 _PIPE_BYTES = 4096

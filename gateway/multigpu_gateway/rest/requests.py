@@ -27,7 +27,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class _Timed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _WithInstants(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Raises HttpError if an instant is outside the years 1 to 9999 in UTC."""
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class _Timed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise wrong(name, "it is outside the years 1 to 9999 in UTC") from None
 
 
-class TaskRequest(_Timed):
+class TaskRequest(_WithInstants):
     """A task to submit. UNSET: the master's default."""
 
     kind: Annotated[str, Meta(min_length=1)]
@@ -108,7 +108,7 @@ class OutcomesQuery(msgspec.Struct, forbid_unknown_fields=True):
     kind: str = ""
 
 
-class UsageQuery(_Timed):
+class UsageQuery(_WithInstants):
     """`by`: comma-separated names."""
 
     by: str = "queue"
@@ -124,7 +124,7 @@ class UsageQuery(_Timed):
         return names
 
 
-class ListQuery(_Timed):
+class ListQuery(_WithInstants):
     """`state`, `outcome`: comma-separated names."""
 
     state: str = ""

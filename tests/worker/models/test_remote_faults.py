@@ -23,7 +23,7 @@ pytest.importorskip("httpx2", reason="the extra `remote` is not installed")
 
 from multigpu_worker.engines.remote.calls import Generate
 from multigpu_worker.engines.remote.engine import RemoteEngine
-from multigpu_worker.engines.remote.server import CancelledError, RequestFailedError
+from multigpu_worker.engines.remote.server import RequestFailedError, TaskCancelledError
 
 from tests.fleet import Fleet, until
 
@@ -270,7 +270,7 @@ def test_a_cancelled_task_no_longer_waits_for_the_server(fleet: Fleet, server: S
         assert Counter(str(body["input"]) for body in server.asked)["['four']"] == 2
 
 
-@pytest.mark.parametrize("error", [RequestFailedError("RemoteError", "", retryable=True), CancelledError()])
+@pytest.mark.parametrize("error", [RequestFailedError("RemoteError", "", retryable=True), TaskCancelledError()])
 def test_the_text_of_a_failed_or_cancelled_attempt_is_not_kept(error: Exception) -> None:
     spec = ModelSpec(
         name="m", folder=Path("/m"), engine="remote", kind="generate", remote=Remote(url="http://127.0.0.1:1")

@@ -124,7 +124,7 @@ def test_a_cancelled_lease_is_forgotten_with_its_batch_though_another_batch_wait
     for lease_id in (1, 2):
         leases.add_batch([lease_id])
     leases.cancelled.update((1, 2))
-    leases.end_batch([1])
+    leases.end_batch([1], set())
     assert leases.cancelled == {2}
 
 
@@ -136,5 +136,5 @@ def test_a_lease_that_came_again_in_another_batch_stays_cancelled() -> None:
     leases.give_back([1])
     leases.add_batch([1])
     leases.cancelled.add(1)
-    leases.end_batch({1} - given_back)
+    leases.end_batch([1], given_back)
     assert leases.cancelled == {1}

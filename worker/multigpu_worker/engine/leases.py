@@ -28,8 +28,10 @@ class Leases:
         self.unbegun.update((lease_id, given_back) for lease_id in lease_ids)
         return given_back
 
-    def end_batch(self, lease_ids: Iterable[int]) -> None:
-        self.cancelled.difference_update(lease_ids)
+    def end_batch(self, lease_ids: Iterable[int], given_back: set[int]) -> None:
+        """A batch has ended. Its leases that were given back may be in another batch again, and be cancelled there."""
+        if self.cancelled:
+            self.cancelled.difference_update(set(lease_ids) - given_back)
         with self._batches_lock:
             self._batches -= 1
             if self._batches == 0:

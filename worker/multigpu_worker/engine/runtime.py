@@ -199,9 +199,7 @@ class Runtime:
                 view[at + SlotPage.BATCH] = 0
             reporter.begin_all()  # items that the engine passed over
             reporter.finish()
-            # Leases that were given back may have come again in another batch, and be cancelled there.
-            ended = {item.lease_id for item in work.batch.items} - work.given_back
-            self._leases.end_batch(ended)
+            self._leases.end_batch((item.lease_id for item in work.batch.items), work.given_back)
 
     def _engine_lock(self, work: Work) -> contextlib.AbstractContextManager[object]:
         if work.engine is None or work.engine.one_by_one:

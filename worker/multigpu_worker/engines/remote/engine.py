@@ -17,7 +17,13 @@ import structlog
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, bad_input, check_parameters
 from multigpu_worker.engines.remote.calls import Call, Embed, Generate, Infer, Rerank
-from multigpu_worker.engines.remote.server import POLL_S, CancelledError, RequestFailedError, Server, UnavailableError
+from multigpu_worker.engines.remote.server import (
+    POLL_S,
+    RequestFailedError,
+    Server,
+    TaskCancelledError,
+    UnavailableError,
+)
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 log = structlog.get_logger(__name__)
@@ -65,7 +71,7 @@ class RemoteEngine:
             try:
                 check_parameters(batch)
                 self._run(batch, item, reporter)
-            except CancelledError:
+            except TaskCancelledError:
                 continue
             except BadInputError as error:
                 bad_input(error).report(item, reporter)

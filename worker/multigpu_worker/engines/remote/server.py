@@ -24,7 +24,7 @@ DENIED = frozenset({401, 403})
 Cancelled = Callable[[], bool]
 
 
-class CancelledError(Exception):
+class TaskCancelledError(Exception):
     """The task of the request was cancelled."""
 
 
@@ -50,7 +50,7 @@ def wrong_answer(message: str) -> RequestFailedError:
 
 class Server:
     """Calls may be made from several threads. They raise UnavailableError, RequestFailedError, or, while `cancelled`
-    returns True, CancelledError: a request that nobody waits for any more is ended.
+    returns True, TaskCancelledError: a request that nobody waits for any more is ended.
     """
 
     def __init__(self, spec: ModelSpec, calls_max: int) -> None:
@@ -88,7 +88,7 @@ class Server:
         try:
             while not wait((running,), POLL_S).done:
                 if cancelled():
-                    raise CancelledError
+                    raise TaskCancelledError
             answer = running.result()
             _check(answer)
             return answer.json()
@@ -106,7 +106,7 @@ class Server:
         try:
             while True:
                 if cancelled():
-                    raise CancelledError
+                    raise TaskCancelledError
                 try:
                     line = lines.get(timeout=POLL_S)
                 except queue.Empty:
