@@ -22,7 +22,7 @@ async def test_unused_connections_are_closed_though_older_ones_are_in_use(monkey
     await kept.close()
 
 
-async def test_a_master_that_requires_tokens_is_not_asked_for_every_request() -> None:
+async def test_a_master_that_requires_tokens_is_not_asked_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy that keeps its Host has each of its requests checked."""
     kept = Clients(GatewayConfig(master="127.0.0.1:1"))
     answers = iter([False, True])  # no third question
@@ -30,6 +30,6 @@ async def test_a_master_that_requires_tokens_is_not_asked_for_every_request() ->
     async def rejects(_timeout_s: float | None) -> bool:
         return next(answers)
 
-    kept._rejects_no_token = rejects  # type: ignore[method-assign]
+    monkeypatch.setattr(kept, "_rejects_no_token", rejects)
     assert [await kept.requires_tokens() for _ in range(4)] == [False, True, True, True]
     await kept.close()
