@@ -9,7 +9,7 @@ import multigpu
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from multigpu.outcome import OutcomeState
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
@@ -137,6 +137,8 @@ def test_partial_outputs_come_while_the_task_runs(page: Page, client: multigpu.C
     assert not handle.done()
     expect(page.locator("#stream")).to_contain_text("part-19", timeout=SOON_MS)
     expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
+    assert page.locator("#stream").inner_text() == "".join(f"part-{n}" for n in range(20))
+    page.reload()
     assert page.locator("#stream").inner_text().split() == [f"part-{n}" for n in range(20)]
     expect(page.locator("svg rect.running")).to_have_count(1)
 
@@ -149,15 +151,12 @@ def test_the_metrics_of_a_job_are_drawn_as_they_come(page: Page, fleet: Fleet, c
     expect(chart.locator("canvas")).to_be_visible(timeout=60_000)
 
     def steps() -> str:
-        try:
-            return str(page.evaluate("reports.metrics.get('loss').steps.join()"))
-        except Error:  # the page loads again, when the task ends
-            return ""
+        return str(page.evaluate("reports.metrics.get('loss').steps.join()"))
 
     until(lambda: steps() == "1,2,3")
     (fleet.folder / "train" / "jobs" / "drawn" / "go").touch()
     assert handle.outcome(timeout=60).succeeded
-    expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)  # the page has loaded again
+    expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
     until(lambda: steps() == "1,2,3,4")
     page.goto("/ui/tasks")
     page.goto(f"/ui/tasks/{handle.id}")
@@ -178,7 +177,8 @@ def test_a_person_runs_a_dead_letter_again(page: Page, client: multigpu.Client) 
     page.get_by_label("Kind").fill("echo")
     page.get_by_label("Payload").fill('{"a": 1}')
     page.get_by_role("button", name="Submit").click()
-    expect(page.get_by_role("status").first).to_have_text("The task was submitted.")
+    expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
+    expect(page.get_by_role("status").first).to_have_text("The task was submitted.")  # also after the task has ended
 
 
 def test_a_person_deletes_a_dead_letter_after_a_question(page: Page, client: multigpu.Client) -> None:

@@ -109,7 +109,7 @@ function follow(element, job) {
     element.textContent += typeof data === "string" ? data : JSON.stringify(data) + "\n";
     element.scrollTop = element.scrollHeight;
   });
-  source.addEventListener("outcome", () => { source.close(); location.reload(); });
+  source.addEventListener("outcome", () => source.close());
   source.addEventListener("error", (event) => { if (event.data) source.close(); });
 }
 
