@@ -59,6 +59,8 @@ class LoopThread:
             coroutine.close()
             raise _closed() from None
         if self._ended:
+            self._thread.join()
+            coroutine.close()  # it may not have begun; Python warns of a coroutine that never does
             raise _closed()
         return future
 

@@ -3,6 +3,8 @@
 import concurrent.futures
 import threading
 
+import pytest
+
 from multigpu._transport.loop_thread import LoopThread
 from multigpu.errors import ClientClosedError
 
@@ -11,6 +13,7 @@ async def nothing() -> None:
     pass
 
 
+@pytest.mark.filterwarnings("error:coroutine .* was never awaited")
 def test_what_is_submitted_while_the_loop_ends_ends_too() -> None:
     """Some waited for ever: they were scheduled after the loop's last turn, and before it was closed."""
     lost: list[str] = []
