@@ -2,10 +2,10 @@
 
 from datetime import UTC, datetime
 
+from multigpu._units import format_duration, format_energy, format_size
 from multigpu.task import Task, TaskState
 
 UNKNOWN = "-"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None) -> str:
@@ -34,39 +34,15 @@ def watts(value: float | None) -> str:
 
 
 def energy(joules: float | None) -> str:
-    """Formats as "3.4 J", "12 Wh" or "1.5 kWh"."""
-    if joules is None:
-        return UNKNOWN
-    for limit, factor, unit in ((3599.5, 1.0, "J"), (3.5995e6, 1 / 3600, "Wh")):
-        if joules < limit:
-            return f"{number(joules * factor)} {unit}"
-    return f"{number(joules / 3.6e6)} kWh"
+    return UNKNOWN if joules is None else format_energy(joules)
 
 
-def size(value: float | None) -> str:
-    """Formats bytes as "512 B" or "1.5 MiB"."""
-    if value is None:
-        return UNKNOWN
-    power = 0
-    while value >= 1024 and power < len(_UNITS) - 1:
-        value, power = value / 1024, power + 1
-    return f"{value:.0f} {_UNITS[power]}" if not power or value >= 100 else f"{value:.1f} {_UNITS[power]}"
+def size(count: float | None) -> str:
+    return UNKNOWN if count is None else format_size(count)
 
 
 def duration(seconds: float | None) -> str:
-    """Formats as "12 ms", "3.4 s", "5 min 10 s", "2 h 5 min" or "3 d 4 h"."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 0.9995:  # as it is rounded, here and below
-        return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 or seconds == 0 else "<1 ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for large, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
-        if whole >= large:
-            rest = whole % large // small
-            return f"{whole // large} {unit} {rest} {part}" if rest else f"{whole // large} {unit}"
-    return f"{whole} s"
+    return UNKNOWN if seconds is None else format_duration(seconds)
 
 
 def time(instant: datetime | None) -> str:

@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from multigpu import Outcome
-from multigpu.cli import COMMANDS, cli, messages, progress, show, text
+from multigpu.cli import COMMANDS, cli, messages, progress, show
 from multigpu.cli.commands import Command, Group
 from multigpu.v1 import task_pb2
 
@@ -147,20 +147,6 @@ def test_a_reader_that_closes_the_pipe_ends_it_without_a_message() -> None:
     assert head.startswith("# file")
     assert status in ("0", "141")
     assert done.stderr == ""
-
-
-def test_units() -> None:
-    assert [text.format_size(n) for n in (0, 1023, 1024, 150 * 1024, 5 << 30, 3 << 42)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "150 KiB",
-        "5.0 GiB",
-        "12.0 TiB",
-    ]
-    spans = (-1, 62e-6, 0.0035, 0.25, 2.54, 42, 185, 7800, 97200)
-    words = ["0 s", "62 µs", "3.5 ms", "250 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "1 d 3 h"]
-    assert [text.duration(span) for span in spans] == words
 
 
 def test_partials_that_are_no_text_are_all_base64() -> None:

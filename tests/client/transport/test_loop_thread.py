@@ -4,7 +4,6 @@ import concurrent.futures
 import threading
 
 import pytest
-
 from multigpu._transport.loop_thread import LoopThread
 from multigpu.errors import ClientClosedError
 

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from multigpu._units import format_duration, format_size
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.containers import engines, gpus
@@ -22,7 +23,6 @@ from multigpu.cli.containers.manage import log_lines
 from multigpu.cli.containers.spec import APIS, Spec, cache_dir
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import json_option, key_values
-from multigpu.cli.text import duration, format_size
 
 POLL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
@@ -175,7 +175,9 @@ def _wait(container: Any, port: int) -> None:
             while container.status == "running" and not container.attrs.get("RestartCount"):
                 if _is_healthy(port):
                     return
-                status.update(Text(f"{duration(time.monotonic() - begun)}: {log_lines(container, 1)}", no_wrap=True))
+                status.update(
+                    Text(f"{format_duration(time.monotonic() - begun)}: {log_lines(container, 1)}", no_wrap=True)
+                )
                 time.sleep(POLL_S)
                 container.reload()
         lines = log_lines(container, LINES_OF_A_FAILURE)

@@ -5,9 +5,9 @@ import re
 import click
 
 from multigpu import _extras
+from multigpu._units import format_size
 from multigpu.cli.energy.devices import MIB, ask_host
 from multigpu.cli.failures import Failure
-from multigpu.cli.text import format_size
 
 # "1.3b", "135M" or "8x7B" in a model's name.
 PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)

@@ -3,13 +3,14 @@
 import time
 
 import multigpu
+from multigpu._units import format_duration, format_size
 from multigpu.cli import show
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, warn
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.fleet import device_columns
 from multigpu.cli.models.models import id_of
 from multigpu.cli.sdk_errors import failures
-from multigpu.cli.text import duration, format_size, plural, since
+from multigpu.cli.text import plural, since
 from multigpu.fleet import Worker, WorkerRejection
 from multigpu.handlers import RESERVED_KINDS
 
@@ -60,7 +61,7 @@ def judge_clock(skew_s: float, trip_s: float) -> Finding:
     """`skew_s`: how far this clock is ahead, ± half of `trip_s`, the round trip."""
     min_skew_s = max(0.0, abs(skew_s) - trip_s / 2)
     way = "ahead of" if skew_s > 0 else "behind"
-    message = f"{duration(abs(skew_s))} {way} the master's, ± {duration(trip_s / 2)}"
+    message = f"{format_duration(abs(skew_s))} {way} the master's, ± {format_duration(trip_s / 2)}"
     remedy = "synchronize both clocks with chrony or systemd-timesyncd: `timedatectl set-ntp true`; deadlines need it"
     if min_skew_s >= SKEW_WARN_S:
         return (fail if min_skew_s >= SKEW_FAIL_S else warn)("clock", message, remedy)
@@ -80,9 +81,9 @@ def check_worker_clocks(host: Host) -> Finding:
     wrong = []
     for worker_id, age_s in ages_s.items():
         if age_s < -SKEW_WARN_S:
-            wrong.append(f"{names[worker_id]} is {duration(-age_s)} or more ahead")
+            wrong.append(f"{names[worker_id]} is {format_duration(-age_s)} or more ahead")
         elif age_s > SAMPLE_AGE_WARN_S:
-            wrong.append(f"{names[worker_id]} is {duration(age_s)} behind, or its driver doesn't answer")
+            wrong.append(f"{names[worker_id]} is {format_duration(age_s)} behind, or its driver doesn't answer")
     if wrong:
         remedy = "`timedatectl set-ntp true` on these hosts; `mgpuctl doctor` there says more"
         return warn("worker clocks", "; ".join(wrong), remedy)

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from multigpu._build import build_of
+from multigpu._units import format_duration, format_size
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, Verdict, fail, ok, skip, warn
-from multigpu.cli.text import clean, duration, format_size
+from multigpu.cli.text import clean
 
 FILES_WARN, FILES_FAIL = 1024, 256
 PROCESSES_WARN = 256
@@ -137,7 +138,7 @@ def fsync_seconds(folder: Path) -> float:
 
 
 def judge_fsync(seconds: float, shown_path: str) -> Finding:
-    message = f"an fsync of 4 KiB takes {duration(seconds)} in {shown_path}"
+    message = f"an fsync of 4 KiB takes {format_duration(seconds)} in {shown_path}"
     if seconds < FSYNC_WARN_S:
         return ok("fsync", message)
     remedy = "a durable task is acknowledged after an fsync: use an SSD, or a quieter disk"

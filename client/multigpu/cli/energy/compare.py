@@ -7,13 +7,13 @@ from typing import Any
 import click
 import numpy as np
 
+from multigpu._units import format_energy
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
 from multigpu.cli.energy.report import load_result
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import Number, json_option
 from multigpu.cli.tables import Column
-from multigpu.cli.text import format_energy
 
 PERMUTATIONS = 10_000
 SIGNIFICANT = 0.05

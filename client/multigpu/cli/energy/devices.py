@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from multigpu import _extras
+from multigpu._units import format_size
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import json_option
 from multigpu.cli.tables import Column
-from multigpu.cli.text import format_size
 
 TIMEOUT_S = 20.0
 MIB = 1 << 20

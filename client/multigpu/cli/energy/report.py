@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
+from multigpu._units import format_duration, format_energy
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import json_option
-from multigpu.cli.text import duration, format_energy
 
 SENSORS = {"counter": "energy counter", "sampled_power": "sampled power", None: "not measured"}
 COLORS = {"load": "#9aa5b1", "idle": "#b8d8ba", "warm-up": "#ffd97d", "measured": "#9ad1f5"}
@@ -97,12 +97,12 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     token = ours["joules_per_completion_token"]
     facts = [
         ("Model", f"{result['config']['model']} on {result['config']['backend']}"),
-        ("Measured", f"{duration(seconds)}, {len(ours['blocks'])} blocks"),
+        ("Measured", f"{format_duration(seconds)}, {len(ours['blocks'])} blocks"),
         ("Requests", f"{summary['successful_prompts']:,} succeeded, {summary['failed_prompts']:,} failed"),
         ("Tokens", f"{summary['total_prompt_tokens']:,} read, {summary['total_completion_tokens']:,} generated"),
         ("Rate", f"{summary['total_completion_tokens'] / seconds:,.3g} generated tokens a second"),
-        ("Latency", duration(summary["avg_latency_seconds"])),
-        ("First token", f"after {duration(summary['avg_time_to_first_token'])}"),
+        ("Latency", format_duration(summary["avg_latency_seconds"])),
+        ("First token", f"after {format_duration(summary['avg_time_to_first_token'])}"),
         ("Energy", _with_error(ours["energy"])),
         ("  idle part", _with_error(ours["idle_energy"])),
         ("  without it", _with_error(ours["energy_without_idle"])),

@@ -7,12 +7,12 @@ from functools import partial
 import click
 
 from multigpu import AdminClient
+from multigpu._units import format_duration, format_energy
 from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected
 from multigpu.cli.commands import Command
 from multigpu.cli.options import json_option
 from multigpu.cli.tables import Column
-from multigpu.cli.text import duration, format_energy
 from multigpu.fleet import Usage
 from multigpu.options import USAGE_KEYS
 
@@ -46,7 +46,7 @@ def columns(by: tuple[str, ...]) -> list[Column]:
         *[Column(name.upper(), partial(_key, name)) for name in by],
         Column("TASKS", lambda row: f"{row.tasks_succeeded:,}", right=True),
         Column("FAILED", lambda row: f"{row.attempts_failed:,}", right=True, rank=3),
-        Column("DEVICE TIME", lambda row: duration(row.device_duration_s or 0.0), right=True),
+        Column("DEVICE TIME", lambda row: format_duration(row.device_duration_s or 0.0), right=True),
         Column("MEASURED", _measured, right=True, rank=2),
         Column("ENERGY", _energy, right=True),
         Column("A TASK", _each, right=True, rank=1),

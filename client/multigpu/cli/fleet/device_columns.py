@@ -5,8 +5,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from multigpu._units import format_size
 from multigpu.cli.tables import Column
-from multigpu.cli.text import clean, format_size, plural, since
+from multigpu.cli.text import clean, plural, since
 from multigpu.fleet import HealthReason, MpsState, Worker, WorkerState
 
 UUID = re.compile(r"((?:GPU|MIG)-[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")

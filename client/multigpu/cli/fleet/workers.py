@@ -9,6 +9,7 @@ from typing import TypeVar
 import click
 
 from multigpu import AdminClient
+from multigpu._units import format_size
 from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import complete_worker_id, connected, find_worker_id, workers_argument
 from multigpu.cli.commands import Command
@@ -17,7 +18,7 @@ from multigpu.cli.fleet.breaker import breaker_text
 from multigpu.cli.fleet.device_columns import DEVICE
 from multigpu.cli.options import json_option, seconds_option
 from multigpu.cli.tables import Column
-from multigpu.cli.text import clean, format_size, since
+from multigpu.cli.text import clean, since
 from multigpu.fleet import HealthState, Worker, WorkerState
 
 DRAIN_POLL_INTERVAL_S = 0.2

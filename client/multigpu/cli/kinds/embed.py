@@ -17,6 +17,7 @@ import numpy as np
 
 from multigpu import Client, Input
 from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks
+from multigpu._units import format_duration
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
@@ -26,7 +27,6 @@ from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.progress import Progress
 from multigpu.cli.sdk_errors import cancelled_at_end, sdk_session
 from multigpu.cli.tasks.lines import DASH, count_lines, read_lines
-from multigpu.cli.text import duration
 
 # Limit of texts in submitted tasks without an outcome: several batches for every worker of a large fleet.
 WINDOW_TEXTS = 65_536
@@ -195,7 +195,7 @@ def _print(summary: dict[str, Any]) -> None:
     """Prints the summary to stderr, because the vectors may go to stdout."""
     where = f" -> {summary['output']} [{summary['lines']}, {summary['dimension']}]" if summary["output"] else ""
     rate = f"{summary['lines_per_s']:,.0f} lines/s"
-    show.note(f"{summary['lines']:,} lines in {duration(summary['seconds'])}, {rate}{where}")
+    show.note(f"{summary['lines']:,} lines in {format_duration(summary['seconds'])}, {rate}{where}")
     width = max((len(worker_id) for worker_id in summary["workers"]), default=0)
     for worker_id, count in summary["workers"].items():
         show.note(f"  {worker_id:<{width}}  {count:>10,} lines")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from multigpu import AdminClient, NotFoundError
+from multigpu._units import format_duration, format_size
 from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected, find_worker_id
 from multigpu.cli.commands import Group, list_by_default
@@ -17,7 +18,7 @@ from multigpu.cli.options import F, Number, json_option
 from multigpu.cli.presence import suggestion
 from multigpu.cli.progress import Progress
 from multigpu.cli.tables import Column
-from multigpu.cli.text import clean, duration, format_size, since
+from multigpu.cli.text import clean, since
 from multigpu.fleet import Model, ModelEntry, ModelPlace, ModelState
 
 POLL_S = 0.1
@@ -210,7 +211,7 @@ def _title(model: Model) -> str:
 
 
 def _load_time(model: Model) -> str:
-    return "" if model.load_duration_s is None else duration(model.load_duration_s)
+    return "" if model.load_duration_s is None else format_duration(model.load_duration_s)
 
 
 def _columns(entries: list[ModelEntry]) -> tuple[Column, ...]:

@@ -10,12 +10,13 @@ import click
 
 import multigpu
 from multigpu import PlanError
+from multigpu._units import format_size
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import json_option, parse_size
 from multigpu.cli.tables import Column
-from multigpu.cli.text import format_size, plural
+from multigpu.cli.text import plural
 from multigpu.planning import Plan
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -3,13 +3,13 @@
 import click
 
 from multigpu import AdminClient
+from multigpu._units import format_duration, format_size
 from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.options import json_option, parse_size
 from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.tables import Column
-from multigpu.cli.text import duration, format_size
 from multigpu.fleet import Queue, QueueLimits
 
 COLUMNS = (
@@ -17,7 +17,7 @@ COLUMNS = (
     Column("STATE", lambda queue: "paused" if queue.paused else "open"),
     Column("QUEUED", lambda queue: f"{queue.queued:,}", right=True),
     Column("BYTES", lambda queue: format_size(queue.queued_bytes), right=True),
-    Column("OLDEST", lambda queue: "-" if queue.oldest_age_s is None else duration(queue.oldest_age_s)),
+    Column("OLDEST", lambda queue: "-" if queue.oldest_age_s is None else format_duration(queue.oldest_age_s)),
     Column("LEASED", lambda queue: f"{queue.leased:,}", right=True),
     Column("LIMITS", lambda queue: limits_text(queue.limits)),
     Column("STRATEGY", lambda queue: queue.strategy or "fleet's"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from multigpu import AdminClient, Task, TaskState
+from multigpu._units import format_duration, format_size
 from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected, newest
 from multigpu.cli.commands import Group
@@ -21,7 +22,7 @@ from multigpu.cli.options import (
 from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.task_filter import filter_options
-from multigpu.cli.text import clean, duration, format_size, seconds_of, since
+from multigpu.cli.text import clean, seconds_of, since
 from multigpu.options import TaskFilter
 from multigpu.v1 import task_pb2
 
@@ -195,7 +196,7 @@ def stages_text(stages: task_pb2.Stages) -> str:
     names = ("submit_time", "dispatch_time", "start_time", "finish_time")
     times = [seconds_of(getattr(stages, name)) if stages.HasField(name) else None for name in names]
     return ", ".join(
-        f"{verb} {duration(max(0.0, after - before))}"
+        f"{verb} {format_duration(max(0.0, after - before))}"
         for before, after, verb in zip(times, times[1:], ("waited", "on its way", "ran"), strict=False)
         if before is not None and after is not None
     )

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
-from multigpu.cli.text import format_energy
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.worker.generate.tiny_llama import save_tiny_llama
@@ -293,14 +292,6 @@ def test_devices_without_sensors_are_drawn_without_warnings(
     assert done.exit_code == 0, done.output
     assert "energy was not measured" in done.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("joules", "text"),
-    [(8e-5, "80 µJ"), (0.012, "12 mJ"), (-7.44, "-7.44 J"), (0.0, "0 J"), (43_200.0, "12 Wh"), (5.4e6, "1.5 kWh")],
-)
-def test_energy_has_the_unit_of_its_size(joules: float, text: str) -> None:
-    assert format_energy(joules) == text
 
 
 @pytest.mark.slow
