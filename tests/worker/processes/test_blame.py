@@ -76,6 +76,18 @@ def test_progress_timeout_counts_from_the_last_beat() -> None:
     assert check(made, 4.5, [state(1, 2, started_ns=1, beats=6)], running) == "NoProgress"
 
 
+def test_a_pause_in_which_the_engine_is_not_read_does_not_count_as_time_without_progress() -> None:
+    """The engine waits until the agent reads on: it was ended in the first check after the pause."""
+    running, slots = batch(1, [1], one_by_one=True), [state(1, 1)]
+    child = SimpleNamespace(ready=True, channel=SimpleNamespace(pause=lambda *, paused: paused))
+    process: Any = SimpleNamespace(child=child, _limits=limits(progress_timeout_s=1))
+    assert check(process._limits, 0, slots, running) == ""
+    EngineProcess.pause(process, paused=True)
+    EngineProcess.pause(process, paused=False)
+    assert check(process._limits, 60, slots, running) == ""
+    assert check(process._limits, 61, slots, running) == "NoProgress"
+
+
 def test_cancelled_leases_have_a_grace_period() -> None:
     running = batch(1, [1, 2], one_by_one=True)
     assert check(limits(), 99, [state(1, 1)], running, c2=1) == ""

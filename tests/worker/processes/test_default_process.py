@@ -1,28 +1,35 @@
 """The default process, with a real engine."""
 
+import errno
+import os
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.processes.child import ProcessSettings
-from multigpu_worker.processes.default_process import DefaultProcess
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.default_process import DefaultProcess, EngineStartError
 from multigpu_worker.processes.process import Callbacks
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.waiting import until
 
+SETTINGS = ProcessSettings(
+    engine=EngineSettings(device="cpu", slots=1, threads=1),
+    memory_bytes=0,
+    result_bytes_max=1 << 20,
+    device_environment={"CUDA_VISIBLE_DEVICES": ""},
+    sharing=Sharing(),
+    progress_timeout_s=0.0,
+    cancel_grace_s=1.0,
+)
+
 
 async def test_a_frame_that_is_read_after_the_kill_makes_no_process_ready() -> None:
-    settings = ProcessSettings(
-        engine=EngineSettings(device="cpu", slots=1, threads=1),
-        memory_bytes=0,
-        result_bytes_max=1 << 20,
-        device_environment={"CUDA_VISIBLE_DEVICES": ""},
-        sharing=Sharing(),
-        progress_timeout_s=0.0,
-        cancel_grace_s=1.0,
-    )
     callbacks = Callbacks()
-    process = DefaultProcess(settings, callbacks)
+    process = DefaultProcess(SETTINGS, callbacks)
     ready_pids: list[int] = []
     callbacks.dispatcher = cast(
         "Any",
@@ -38,3 +45,44 @@ async def test_a_frame_that_is_read_after_the_kill_makes_no_process_ready() -> N
     assert process.pid != killed_pid
     process.stop()
     await process.stopped()
+
+
+def no_process(*_: Any, **__: Any) -> Any:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+async def test_a_process_that_the_system_cannot_start_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error was raised in a callback, which ended the worker."""
+    callbacks = Callbacks()
+    process = DefaultProcess(SETTINGS, callbacks)
+    deaths: list[Death] = []
+    callbacks.dispatcher = cast(
+        "Any",
+        SimpleNamespace(engine_ready=lambda: None, engine_died=lambda _, death, *__: deaths.append(death)),
+    )
+    await process.start()
+    killed_pid = process.pid
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", no_process)
+        process.kill()
+        await until(lambda: len(deaths) == 2)
+        before = descriptors()
+        await until(lambda: len(deaths) == 4)
+        assert descriptors() <= before + 1, "a pipe may still be open for the last of its output"
+    assert deaths[-1].summary == "could not start ([Errno 11] Resource temporarily unavailable)"
+    assert "could not start" in process.start_error()
+    await until(lambda: process.ready)
+    assert process.pid != killed_pid
+    assert process.start_error() == ""
+    process.stop()
+    await process.stopped()
+
+
+async def test_a_first_process_that_the_system_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(EngineStartError, match="could not start"):
+        await DefaultProcess(SETTINGS, Callbacks()).start()

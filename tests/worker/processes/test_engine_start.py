@@ -10,6 +10,7 @@ from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.worker.conftest import Start, StartWorker, WorkerProcess
 from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
+from tests.worker.toy_models import Shop
 
 RETURNED, FAILED = pb.REPORT_STATE_RETURNED, pb.REPORT_STATE_FAILED
 HANDLERS = """
@@ -124,3 +125,36 @@ async def test_a_later_import_that_hangs_is_reported_with_its_file_and_ended(sta
     (module.parent / "hangs").unlink()
     await stream.until(lambda: state(stream) == device.HEALTH_STATE_HEALTHY)
     assert (await stream.run(1, b"0", kind="mm.work")).state == SUCCEEDED
+
+
+# In the agent: the system has no process left after the first engine.
+NO_PROCESS = """
+import sys
+
+if "multigpu_worker.main" in sys.orig_argv:
+    import subprocess
+
+    class Popen(subprocess.Popen):
+        engines = 0
+
+        def __init__(self, args, **kwargs):
+            Popen.engines += "multigpu_worker.engine.main" in args
+            if Popen.engines > 1:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            super().__init__(args, **kwargs)
+
+    subprocess.Popen = Popen
+"""
+
+
+async def test_a_model_whose_process_the_system_cannot_start_fails_its_tasks_and_no_others(
+    start: Start, shop: Shop, tmp_path: Path
+) -> None:
+    shop.add("one")
+    (tmp_path / "sitecustomize.py").write_text(NO_PROCESS)
+    worker, stream = await start(*shop.flags, pythonpath=tmp_path)
+    word = await stream.run(1, b"x", kind="infer", model="one")
+    assert (word.error.type, word.error.retryable) == ("ModelLoadError", True)
+    assert "could not start ([Errno 11] Resource temporarily unavailable)" in word.error.message
+    assert (await stream.run(2, b"0", kind="sleep")).state == SUCCEEDED
+    assert worker.process.returncode is None

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from multigpu_worker.engine import runtime
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engine.leases import Leases
@@ -92,6 +93,19 @@ def test_tasks_that_have_not_begun_when_the_engine_raises_are_given_back() -> No
         ("given back", 4),
     ]
     assert not ends.leases.unbegun
+
+
+def test_an_engine_that_raises_between_two_tasks_fails_none_that_has_not_begun(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Between(OneByOne):
+        def run(self, batch: Batch, _prepared: object, reporter: BatchReporter) -> None:
+            reporter.begin(batch.items[0])
+            reporter.succeed(batch.items[0], b"")
+            raise TypeError("between")
+
+    assert Ends().run(Between(), 1, 2, 3) == [("", 1), ("given back", 2), ("given back", 3)]
+    assert "TypeError: between" in capfd.readouterr().err, "no task's error says it"
 
 
 def test_an_engine_that_raises_before_any_task_begins_fails_them_all() -> None:

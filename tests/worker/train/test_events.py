@@ -93,6 +93,19 @@ def test_a_damaged_line_is_left_out_and_the_later_ones_are_sent(tmp_path: Path, 
     assert [event.get("step", event.get("attempt")) for event in recorder.sent] == ([2] if received else [1, 3, 2])
 
 
+def test_after_a_damaged_line_no_event_is_sent_twice(tmp_path: Path) -> None:
+    """The master counts what it received; the line was counted, too, although it was left out."""
+    attempt(tmp_path / "events")
+    with (tmp_path / "events").open("ab") as file:
+        file.write(b'{"metrics": {"lo\r{"checkpoint": {"step": 2}}\n')
+    _, second = attempt(tmp_path / "events", number=2)
+    received = len(second.sent)
+    for number in (3, 4):
+        _, later = attempt(tmp_path / "events", received, number)
+        assert [event["attempt"] for event in later.sent] == [number]
+        received += len(later.sent)
+
+
 def test_a_line_for_which_the_disk_has_no_room_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events, recorder = attempt(tmp_path / "events")
     whole = (tmp_path / "events").read_bytes()

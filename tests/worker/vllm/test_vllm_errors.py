@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("httpx2", reason="the extra `remote` is not installed")
 
-from multigpu_worker.engines.vllm.server import GONE_TIMEOUT_S, VllmServer
+from multigpu_worker.engines.vllm.server import ANSWERED_TIMEOUT_S, GONE_TIMEOUT_S, VllmServer
 from multigpu_worker.engines.vllm.streams import Streams, VllmError
 
 
@@ -32,14 +32,22 @@ class Fails(BaseHTTPRequestHandler):
         return "client"
 
 
+class FailsLater(Fails):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n')
+
+
 class Server:
     def __init__(self, socket: Path) -> None:
         self.socket = str(socket)
-        self.waits = 0
+        self.waits_s: list[float] = []
 
-    def wait_gone(self, cancelled: Any) -> None:
+    def wait_gone(self, cancelled: Any, timeout_s: float) -> None:
         assert not cancelled()
-        self.waits += 1
+        self.waits_s.append(timeout_s)
 
 
 @pytest.fixture
@@ -61,15 +69,21 @@ def sequence() -> Any:
     return SimpleNamespace(reporter=reporter, item=None, request=request, finish_reason=None)
 
 
-def test_an_error_that_the_server_answers_with_fails_its_task_at_once(server: Server, streams: Streams) -> None:
-    with ThreadingUnixStreamServer(server.socket, Fails) as answering:
+@pytest.mark.parametrize(
+    ("handler", "error"), [(Fails, "answers with 500"), (FailsLater, "EngineCore encountered an issue")]
+)
+def test_after_an_error_that_the_server_answers_with_the_task_waits_briefly_for_its_end(
+    server: Server, streams: Streams, handler: type[Fails], error: str
+) -> None:
+    """The server answers so, too, when its engine has died and it is about to end: the task is not at fault."""
+    with ThreadingUnixStreamServer(server.socket, handler) as answering:
         threading.Thread(target=answering.serve_forever, args=(0.05,)).start()
         try:
-            with pytest.raises(VllmError, match="answers with 500"):
+            with pytest.raises(VllmError, match=error):
                 streams.run(sequence())
         finally:
             answering.shutdown()
-    assert server.waits == 0
+    assert server.waits_s == [ANSWERED_TIMEOUT_S]
 
 
 def test_after_an_error_of_the_connection_the_task_waits_for_the_end_of_the_server(
@@ -77,13 +91,13 @@ def test_after_an_error_of_the_connection_the_task_waits_for_the_end_of_the_serv
 ) -> None:
     with pytest.raises(VllmError, match="ConnectError"):
         streams.run(sequence())
-    assert server.waits == 1
+    assert server.waits_s == [GONE_TIMEOUT_S]
 
 
 def test_a_cancelled_task_does_not_wait_for_the_end_of_the_server() -> None:
     server = VllmServer.__new__(VllmServer)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as server._process:
         begun_s = time.monotonic()
-        server.wait_gone(lambda: True)
+        server.wait_gone(lambda: True, GONE_TIMEOUT_S)
         assert time.monotonic() - begun_s < GONE_TIMEOUT_S
         assert server._process.poll() is None

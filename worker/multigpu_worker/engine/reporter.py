@@ -7,6 +7,7 @@ flusher's thread, or at the end of the batch. So reports of fast tasks share a f
 import contextlib
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -227,14 +228,16 @@ class BatchReporter:
     def fail_rest(self, error: BaseException) -> None:
         """Fail the unsettled items that have begun with the error that the engine raised, and give back the others.
 
-        If none has begun, all fail: given back, they would come again and again.
+        If none of the batch has begun, all fail: given back, they would come again and again.
         """
         text = "".join(traceback.format_exception(error))
         error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
         unsettled = self._open - self._given_back
         unbegun = {lease_id for lease_id in unsettled if self._unbegun.get(lease_id) is self._given_back}
-        if unbegun == unsettled:
+        if len(unbegun) == len(self._items) - len(self._given_back):
             unbegun = set()
+        if unbegun == unsettled:  # no task's error says it
+            sys.stderr.write(text)
         for item in self._items:
             if item.lease_id not in unbegun:
                 self.fail(item, error_type, message_of(error) or error_type, retryable=True, traceback=text)

@@ -66,7 +66,7 @@ class ChildProcess:
         sources: Sources | None = None,
         imports: tuple[str, ...] | None = None,
     ) -> None:
-        """Start the process.
+        """Start the process. Raises OSError if the system has no process, memory or file descriptor left.
 
         slots: the number of slots for which the shared page has room.
         output_fd: where the process writes its output; closed by this call.
@@ -78,38 +78,47 @@ class ChildProcess:
         self.killed = False
         # No other process follows, so it does not matter which fault ends it.
         self.last = False
-        self.page = SlotPage.create(slots)
         self._mps = settings.mps
         self._died = died
         self._loop = asyncio.get_running_loop()
-        self._blobs = BlobMemory.create()
         # Under MPS: the task that detaches the living process from the GPU, and what the slots ran when it began.
         self._detaching: asyncio.Task[None] | None = None
         self._last_slots: list[SlotState] | None = None
         # Under MPS: the task that cleans up after the dead process.
         self._reaping: asyncio.Task[None] | None = None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = (theirs.fileno(), self.page.fd, self._blobs.fd)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "multigpu_worker.engine.main", *map(str, fds), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output_fd,
-                stderr=output_fd,
-                pass_fds=fds,
-                env=_environment(settings),
-                start_new_session=True,
-            )
-            os.close(output_fd)
-        self.pid = self._process.pid
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, output_fd)
+            self.page = SlotPage.create(slots)
+            opened.callback(self.page.close)
+            self._blobs = BlobMemory.create()
+            opened.callback(self._blobs.close)
+            ours, theirs = socket.socketpair()
+            opened.enter_context(ours)
+            with theirs:
+                self._process = self._popen(settings, theirs, output_fd)
+            self.pid = self._process.pid
+            self._pidfd = os.pidfd_open(self.pid)
+            opened.pop_all()
+        os.close(output_fd)
         if self._mps is not None:
             self._mps.started(self.pid)
-        self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._exited)
         self.channel = EngineChannel(ours, self._blobs, apply_frame, self._broken)
         engine = dataclasses.asdict(dataclasses.replace(settings.engine, models={}))
         limits = settings.memory_bytes, settings.result_bytes_max
         self.channel.send(("settings", engine, slots, sources or {}, imports, *limits), [])
+
+    def _popen(self, settings: ProcessSettings, theirs: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
+        fds = (theirs.fileno(), self.page.fd, self._blobs.fd)
+        return subprocess.Popen(
+            [sys.executable, "-m", "multigpu_worker.engine.main", *map(str, fds), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            pass_fds=fds,
+            env=_environment(settings),
+            start_new_session=True,
+        )
 
     def memory_used_bytes(self) -> int:
         """Resident memory of the process; 0 if it is gone."""

@@ -17,6 +17,8 @@ class Death:
     prepared: int = 0
     # The fault of the GPU's MPS server that ended the process.
     fault: Fault | None = None
+    # Why the system could not start the process; empty: it did.
+    start_error: str = ""
 
     @property
     def killed(self) -> bool:
@@ -27,6 +29,8 @@ class Death:
 
     @property
     def summary(self) -> str:
+        if self.start_error:
+            return f"could not start ({self.start_error})"
         if -self.returncode in list(signal.Signals):
             return f"was killed by {signal.Signals(-self.returncode).name}"
         if self.returncode < 0:  # a real-time signal, most of which have no name

@@ -133,6 +133,8 @@ class EngineProcess:
         """Read nothing from the engine for now, or go on."""
         if self.child is not None and self.child.ready:
             self.child.channel.pause(paused=paused)
+            if not paused:  # the engine may have waited for the agent to read: that is no standstill
+                self._limits.reset()
 
     def kill(self) -> None:
         """Call ChildProcess.kill if a process runs."""
@@ -172,15 +174,19 @@ class EngineProcess:
             self._spawn()
 
     def _spawn(self) -> None:
-        self.child = ChildProcess(
-            self.settings,
-            self._slots_max,
-            self._output.open(),
-            self.apply_frame,
-            self._ended,
-            sources=self.sources,
-            imports=self.imports,
-        )
+        try:
+            self.child = ChildProcess(
+                self.settings,
+                self._slots_max,
+                self._output.open(),
+                self.apply_frame,
+                self._ended,
+                sources=self.sources,
+                imports=self.imports,
+            )
+        except OSError as error:  # the owner of this object does not expect its death before this call returns
+            self._loop.call_soon(self._died, Death(returncode=1, slots=[], start_error=str(error)))
+            return
         self.pid = self.child.pid
 
     def _ended(self, death: Death) -> None:

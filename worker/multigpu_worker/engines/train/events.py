@@ -36,17 +36,23 @@ class Events:
         self._left_out: dict[tuple[str, ...], dict[str, Any]] = {}
         # The last metrics, with their step, and the last checkpoint.
         self.last: dict[str, Any] = {"step": None, "metrics": {}, "checkpoint": None}
-        known = _whole_lines(path)
-        self._file = path.open("ab", buffering=0)
+        known, damaged = _whole_lines(path), set[int]()
         for index, line in enumerate(known):
             try:
                 self._note(json.loads(line))
-            except (ValueError, TypeError, KeyError):  # it was damaged: the events before and after it still count
+            except (ValueError, TypeError, KeyError):  # the events before and after it still count
+                damaged.add(index)
                 continue
             if index < item.partials_received:
                 self._sent_bytes += len(line) + OVERHEAD_BYTES
             else:
                 self._send(line)
+        # The next attempt compares the number of lines with what the master has received: keep none that was not sent.
+        if unsent := {index for index in damaged if index >= item.partials_received}:
+            fresh = path.with_name(f".{path.name}.new")
+            fresh.write_bytes(b"".join(line + b"\n" for index, line in enumerate(known) if index not in unsent))
+            fresh.replace(path)
+        self._file = path.open("ab", buffering=0)
 
     def begin(self, job: Job, world_size: int, logs: Path) -> None:
         """An attempt begins."""
@@ -113,4 +119,4 @@ def _whole_lines(path: Path) -> list[bytes]:
     if len(whole) < len(data):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return whole.splitlines()
+    return whole.split(b"\n")[:-1]

@@ -32,6 +32,8 @@ READY_POLL_S = 0.2
 END_TIMEOUT_S = 10.0
 # How long vLLM's server takes to end after its engine.
 GONE_TIMEOUT_S = 30.0
+# The same, after it has answered a request with an error.
+ANSWERED_TIMEOUT_S = 1.0
 NO_MEMORY = ("out of memory", "No available memory for the cache blocks", "is less than desired GPU memory utilization")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
@@ -89,11 +91,11 @@ class VllmServer:
             raise MemoryError(what)
         raise ModelFolderError(f"{what}; its output is in the worker's log")
 
-    def wait_gone(self, cancelled: Callable[[], bool]) -> None:
+    def wait_gone(self, cancelled: Callable[[], bool], timeout_s: float) -> None:
         """Returns if it goes on after a call to it has failed, or the call's task is cancelled: else the engine process
         ends meanwhile.
         """
-        until_s = time.monotonic() + GONE_TIMEOUT_S
+        until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s and not cancelled():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(READY_POLL_S)

@@ -18,7 +18,7 @@ from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.generate.sample import Choice
 from multigpu_worker.engines.generate.sequence import Sequence
-from multigpu_worker.engines.vllm.server import VllmServer
+from multigpu_worker.engines.vllm.server import ANSWERED_TIMEOUT_S, GONE_TIMEOUT_S, VllmServer
 
 # How often a task looks whether it was cancelled while no token comes.
 POLL_S = 0.1
@@ -101,9 +101,12 @@ class Streams:
         return body
 
     def _explained(self, event: BaseException | None, cancelled: Callable[[], bool]) -> Exception:
-        if isinstance(event, BadInputError | VllmError):  # the server has answered
+        if isinstance(event, BadInputError):
             return event
-        self._server.wait_gone(cancelled)
+        if isinstance(event, VllmError):  # when its engine has died, the server answers so before it ends
+            self._server.wait_gone(cancelled, ANSWERED_TIMEOUT_S)
+            return event
+        self._server.wait_gone(cancelled, GONE_TIMEOUT_S)
         return VllmError(
             "vLLM ended the answer before its end" if event is None else f"{type(event).__name__}: {event}"
         )
@@ -126,13 +129,14 @@ class Streams:
             async for line in answer.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if line.startswith("data:") and data != "[DONE]":
-                    yield json.loads(data)
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise VllmError(str(event["error"])[:ERROR_CHARS_MAX])
+                    yield event
 
 
 def _take(sequence: Sequence, event: dict[str, Any], known: list[int]) -> bool:
     """Takes the tokens of an event. Returns whether it is the last one. Raises VllmError, BadInputError."""
-    if "error" in event:
-        raise VllmError(str(event["error"])[:ERROR_CHARS_MAX])
     reason = None
     for choice in event["choices"]:
         reason = choice["finish_reason"]
