@@ -50,6 +50,8 @@ LIST_MAX = 100
 _SUBMIT_LINES, _FETCH = 5_000, 64
 OUTPUT, ERRORS = "-output", "-errors"
 ENDED = ("completed", "expired", "cancelled")
+# The reason in the outcomes of tasks that were cancelled with their batch.
+_BATCH_CANCELLED = "its batch was cancelled"
 # Statuses of temporary errors: a limit is reached, or the master is not available.
 _PASSING = (TOO_MANY, UNAVAILABLE, LATE)
 
@@ -201,16 +203,18 @@ async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
 async def _cancel(request: Request, client: AsyncClient, batch_id: str) -> None:
     async with request.while_connected():
         record = await _get(client, batch_id)
-        await files.store(client, f"{record.id}:cancelled", b"", QUEUE)
-        await _cancel_lines(client, record)
         answer = await _state(client, record)
+        if answer["status"] not in ENDED:
+            await files.store(client, f"{record.id}:cancelled", b"", QUEUE)
+            await _cancel_lines(client, record)
+            answer = await _state(client, record)
     await request.respond(200, msgspec.json.encode(answer))
 
 
 async def _cancel_lines(client: AsyncClient, record: Record) -> None:
     """Cancels the tasks of all lines that have been submitted."""
     names = [record.name(line) for line in range(1, record.lines + 1)]
-    await client.cancel(*names, reason="its batch was cancelled")
+    await client.cancel(*names, reason=_BATCH_CANCELLED)
 
 
 def is_output(file_id: str) -> bool:
@@ -339,7 +343,8 @@ async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
     failed = counts.failed + counts.dead_lettered + counts.expired + counts.cancelled
     pending = counts.queued + counts.leased
     missing = pending + counts.succeeded + failed < record.lines
-    if counts.cancelled or (missing and await _is_cancelled(client, record)):
+    # If only tasks of the batch were cancelled, these are errors of their lines.
+    if (counts.cancelled or missing) and await _is_cancelled(client, record):
         status = "cancelling" if pending else "cancelled"
     elif missing and not record.expired:
         status = "validating"
@@ -402,7 +407,7 @@ def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outco
     state = outcome.state if outcome is not None else None
     if state is OutcomeState.EXPIRED or (state is None and record.expired):
         error = {"code": "batch_expired", "message": "the batch expired before this request ran"}
-    elif outcome is None or state is OutcomeState.CANCELLED:
+    elif outcome is None or (state is OutcomeState.CANCELLED and outcome.error_message == _BATCH_CANCELLED):
         error = {"code": "batch_cancelled", "message": "the batch was cancelled before this request ran"}
     else:
         status = 200
