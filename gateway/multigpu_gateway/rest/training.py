@@ -2,11 +2,12 @@
 
 import re
 import secrets
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from multigpu import Task, TaskState
+from multigpu import NotFoundError, Task, TaskState
 from multigpu._kinds.finetuning import Finetune
 from multigpu._kinds.job_history import History, by_step
 from multigpu._kinds.training import KIND
@@ -115,7 +116,8 @@ async def history(request: Request, connected: ClientPair) -> None:
     jobs: dict[str, dict[str, Any]] = {}
     async for listed in connected.client.list_tasks(kind=KIND):
         if listed.request_id not in jobs:  # a job that was resumed has several tasks
-            jobs[listed.request_id] = _job(await connected.client.get(listed.task_id))
+            with suppress(NotFoundError):  # the master has forgotten the task since it was listed
+                jobs[listed.request_id] = _job(await connected.client.get(listed.task_id))
         if len(jobs) == limit:
             break
     await request.respond(200, msgspec.json.encode({"jobs": [*jobs.values()]}))
