@@ -1,4 +1,4 @@
-"""Queues: how many tasks wait, for how long, and in what time each queue will be empty."""
+"""Queues: how many tasks wait, for how long, and in what time each queue will be empty without new tasks."""
 
 from multigpu.fleet import Queue
 
@@ -15,7 +15,9 @@ SORTS = {
 
 
 def drain_s(queue: Queue) -> float | None:
-    """Returns the seconds until the queue's tasks have ended, at the last minute's rate. None: no task ended then."""
+    """Returns the seconds until the tasks in the queue have ended, at the last minute's rate. None: no task ended then.
+    Tasks that are submitted later are not counted.
+    """
     return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
 
 
