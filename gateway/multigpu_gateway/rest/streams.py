@@ -42,6 +42,7 @@ async def task_events(request: Request, connected: ClientPair, name: TaskName) -
 
 async def _task_events(connected: ClientPair, name: TaskName, begin: int) -> AsyncGenerator[bytes, None]:
     handle = await connected.client.handle(name)
+    yield b""  # the task exists
     index = 0
     items = handle.follow() if handle.request_id else _ended(connected, handle.id)
     async with aclosing(items):
@@ -91,11 +92,14 @@ async def _outcomes(connected: ClientPair, query: OutcomesQuery) -> AsyncGenerat
     if query.from_now:
         cursor = await connected.client.current_cursor()
         yield named_event("cursor", {"cursor": cursor}, cursor)
-    watch = connected.client.watch(cursor=cursor, queue=query.queue, kind=query.kind)
+    # AsyncClient.watch yields nothing when the master has accepted the cursor.
+    frames = connected.client._core.watch(cursor, from_now=False, queue=query.queue, kind=query.kind)  # noqa: SLF001
     try:
-        async with aclosing(watch):
-            async for outcome, after in watch:
-                yield named_event("outcome", outcome_dict(outcome), after)
+        async with aclosing(frames):
+            async for frame in frames:
+                yield b""
+                for outcome, after in frame:
+                    yield named_event("outcome", outcome_dict(outcome), after)
     except errors.InvalidTaskError as error:
         raise wrong("cursor", error.message) from error
     except errors.CursorExpiredError as error:
