@@ -133,12 +133,7 @@ class GrpcCalls:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(write())
-                while True:
-                    await free.acquire()
-                    if (data := await context.read()) is grpc.aio.EOF:
-                        break
-                    running.put_nowait(group.create_task(run(data)))
-                    del data
+                await read_requests(context, free, lambda data: running.put_nowait(group.create_task(run(data))))
                 running.put_nowait(None)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -164,6 +159,18 @@ class GrpcCalls:
         finally:
             self._metrics.ended(f"/{self._service}/{name}", code.name, time.perf_counter() - began_s)
         return None
+
+
+async def read_requests(context: Any, free: asyncio.Semaphore, start: Callable[[bytes], object]) -> None:
+    """Calls `start` with each request of a stream. Acquires `free` before it reads a request: the end of the request
+    releases it.
+    """
+    while True:
+        await free.acquire()
+        if (data := await context.read()) is grpc.aio.EOF:
+            return
+        start(data)
+        del data  # a request may be large, and the next one may come late
 
 
 def parsed(request_type: type[M], data: Any) -> M:

@@ -12,7 +12,15 @@ from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
 from multigpu_gateway.clients import ClientPair, Clients
-from multigpu_gateway.grpc_calls import STREAM_REQUESTS_MAX, GrpcCall, GrpcCalls, Handler, parsed, status_of
+from multigpu_gateway.grpc_calls import (
+    STREAM_REQUESTS_MAX,
+    GrpcCall,
+    GrpcCalls,
+    Handler,
+    parsed,
+    read_requests,
+    status_of,
+)
 from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.shared_memory import cuda_status, cuda_unregister
@@ -95,12 +103,7 @@ class InferenceService:
 
         try:
             async with asyncio.TaskGroup() as group:
-                while True:
-                    await free.acquire()
-                    if (data := await context.read()) is grpc.aio.EOF:
-                        break
-                    group.create_task(serve(data))
-                    del data
+                await read_requests(context, free, lambda data: group.create_task(serve(data)))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
