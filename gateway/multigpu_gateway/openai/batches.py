@@ -100,21 +100,21 @@ _line = msgspec.json.Decoder(Line)
 _record = msgspec.json.Decoder(Record)
 
 
-async def post(request: Request, connected: ClientPair) -> None:
+async def post(request: Request, pair: ClientPair) -> None:
     """Creates a batch, or cancels one."""
     batch_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if not batch_id:
-        await _make(request, connected)
+        await _make(request, pair)
     elif rest == "cancel":
-        await _cancel(request, connected.client, batch_id)
+        await _cancel(request, pair.client, batch_id)
     else:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
 
 
-async def get(request: Request, connected: ClientPair) -> None:
+async def get(request: Request, pair: ClientPair) -> None:
     """Lists batches, or returns one, of which it first submits tasks that are missing."""
     batch_id = request.path.removeprefix(PATH).strip("/")
-    client = connected.client
+    client = pair.client
     async with request.while_connected():
         if not batch_id:
             answer = await _list(request, client)
@@ -127,7 +127,7 @@ async def get(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def _make(request: Request, connected: ClientPair) -> None:
+async def _make(request: Request, pair: ClientPair) -> None:
     body = await request.json(_request)
     endpoint = ENDPOINTS.get(body.endpoint)
     if endpoint is None:
@@ -136,14 +136,14 @@ async def _make(request: Request, connected: ClientPair) -> None:
     if body.completion_window != "24h":
         raise HttpError(BAD_REQUEST, "completion_window: it is 24h", param="completion_window")
     async with request.while_connected():
-        client = connected.client
+        client = pair.client
         key = request.header(IDEMPOTENCY_KEY)
         digest = hashlib.sha256(key.encode()).hexdigest() if key else uuid.uuid4().hex
         batch_id = f"batch_{digest[:32]}"
         record = await _find(client, batch_id) if key else None  # a retry: the batch may be there
         if record is None:
             file = await files.metadata(client, body.input_file_id)
-            lines = await _check(connected, file, body.endpoint, endpoint, request.body_bytes_max)
+            lines = await _check(pair, file, body.endpoint, endpoint, request.body_bytes_max)
             record = Record(
                 batch_id, file.id, body.endpoint, body.completion_window, int(time.time()), lines, body.metadata
             )
@@ -231,14 +231,14 @@ async def output(client: AsyncClient, file_id: str, line_bytes_max: int) -> Asyn
     return _output_lines(client, record, line_bytes_max, errors=suffix == ERRORS)
 
 
-async def _check(connected: ClientPair, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
+async def _check(pair: ClientPair, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
     """Checks all lines of a file, and returns their number. Raises HttpError if there are none or too many, or if a
     line is invalid or too long, or names a model that no worker has.
     """
     seen: set[str] = set()
     models: dict[str, int] = {}
     number = 0
-    async for text in files.lines(connected.client, file, line_bytes_max):
+    async for text in files.lines(pair.client, file, line_bytes_max):
         number += 1
         try:
             line = _line.decode(text)
@@ -256,7 +256,7 @@ async def _check(connected: ClientPair, file: files.FileInfo, url: str, endpoint
             raise HttpError(BAD_REQUEST, f"the file has more than {LINES_MAX:,} lines", param="input_file_id")
     if not number:
         raise HttpError(BAD_REQUEST, "the file has no lines", param="input_file_id")
-    entries = await connected.admin.list_models()
+    entries = await pair.admin.list_models()
     offered = {entry.model.name for entry in entries if entry.model.kind == endpoint.kind}
     for model, first in models.items():
         if model.partition(":")[0] not in offered:
