@@ -92,8 +92,8 @@ class Gateway:
                     _check_site(request)
                 if self._on_this_host and not _names_this_host(request):
                     await self._check_tokens(request)
-                async with self.clients.acquire(route.token_of(request)) as connected:
-                    await serve(request, connected)
+                async with self.clients.acquire(route.token_of(request)) as pair:
+                    await serve(request, pair)
         except DisconnectedError:
             return name, CLIENT_CLOSED_REQUEST
         except Exception as error:  # noqa: BLE001  _fail responds, and logs unexpected errors

@@ -73,9 +73,9 @@ class Clients:
         await self._rejects_no_token(CHECK_TIMEOUT_S)
 
     async def _rejects_no_token(self, timeout_s: float | None) -> bool:
-        async with self.acquire("") as connected:
+        async with self.acquire("") as pair:
             try:
-                await connected.client.count(timeout=timeout_s)
+                await pair.client.count(timeout=timeout_s)
             except errors.AccessError:
                 return True
         return False

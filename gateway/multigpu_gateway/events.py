@@ -20,18 +20,19 @@ def event(value: Any) -> bytes:
 async def send_events(
     request: Request, events: AsyncGenerator[bytes, None], error_of: Callable[[HttpError], bytes], end: bytes
 ) -> None:
-    """Responds with these events and then `end`. Raises an error that occurs before the response has begun, so that
-    the response can have the error's status; sends a later error as an event. HEAD: responds 200 at once.
+    """Responds with these events and then `end`. The response begins with the first item of `events`, which may be
+    b"": the request is valid. Raises an error that occurs before the response has begun, so that the response can have
+    the error's status; sends a later error as an event. HEAD: ends the response when it has begun.
     """
     async with aclosing(events), request.while_connected(events=True):
-        if request.method == "HEAD":
-            await request.begin_events()
-            await request.write(b"", more=False)
-            return
         try:
             async for data in events:
                 await request.begin_events()
-                await request.write(data)
+                if request.method == "HEAD":
+                    end = b""
+                    break
+                if data:
+                    await request.write(data)
             await request.begin_events()
         except Exception as error:
             failure = http_error(error)

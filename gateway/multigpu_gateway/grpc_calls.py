@@ -99,14 +99,12 @@ class GrpcCalls:
         """Returns the metadata of a call, and its timeout counted from now."""
         return GrpcCall(context, self._config.request_timeout_s)
 
-    async def _respond(
-        self, request_type: type[Message], handler: Handler, context: Any, connected: ClientPair
-    ) -> Message:
+    async def _respond(self, request_type: type[Message], handler: Handler, context: Any, pair: ClientPair) -> Message:
         data = await context.read()
-        return await handler(parsed(request_type, data), connected, self.call_of(context))
+        return await handler(parsed(request_type, data), pair, self.call_of(context))
 
     async def _respond_each(
-        self, request_type: type[Message], handler: Handler, context: Any, connected: ClientPair
+        self, request_type: type[Message], handler: Handler, context: Any, pair: ClientPair
     ) -> None:
         """Runs the requests concurrently, and writes the responses in their order. While STREAM_REQUESTS_MAX requests
         have no response written, the next is not read.
@@ -117,7 +115,7 @@ class GrpcCalls:
         async def run(data: bytes) -> Message | Exception:
             """Returns an error instead of raising it, so that it is reported in the order of the requests."""
             try:
-                return await handler(parsed(request_type, data), connected, self.call_of(context))
+                return await handler(parsed(request_type, data), pair, self.call_of(context))
             except Exception as error:  # noqa: BLE001  `write` raises it
                 return error
 
@@ -133,12 +131,7 @@ class GrpcCalls:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(write())
-                while True:
-                    await free.acquire()
-                    if (data := await context.read()) is grpc.aio.EOF:
-                        break
-                    running.put_nowait(group.create_task(run(data)))
-                    del data
+                await read_requests(context, free, lambda data: running.put_nowait(group.create_task(run(data))))
                 running.put_nowait(None)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -149,8 +142,8 @@ class GrpcCalls:
         code = grpc.StatusCode.CANCELLED
         try:
             try:
-                async with self._clients.acquire(self.call_of(context).token) as connected:
-                    response = await handler(context, connected)
+                async with self._clients.acquire(self.call_of(context).token) as pair:
+                    response = await handler(context, pair)
             except grpc.aio.InternalError as error:  # gRPC could not send: the client has disconnected
                 raise asyncio.CancelledError from error
             except Exception as error:  # noqa: BLE001  status_of logs unexpected errors
@@ -164,6 +157,18 @@ class GrpcCalls:
         finally:
             self._metrics.ended(f"/{self._service}/{name}", code.name, time.perf_counter() - began_s)
         return None
+
+
+async def read_requests(context: Any, free: asyncio.Semaphore, start: Callable[[bytes], object]) -> None:
+    """Calls `start` with each request of a stream. Acquires `free` before it reads a request: the end of the request
+    releases it.
+    """
+    while True:
+        await free.acquire()
+        if (data := await context.read()) is grpc.aio.EOF:
+            return
+        start(data)
+        del data  # a request may be large, and the next one may come late
 
 
 def parsed(request_type: type[M], data: Any) -> M:

@@ -38,7 +38,7 @@ class RerankRequest(msgspec.Struct):
 _request = msgspec.json.Decoder(RerankRequest)
 
 
-async def _rerank(request: Request, connected: ClientPair) -> None:
+async def _rerank(request: Request, pair: ClientPair) -> None:
     """Scores documents for a query, and lists them with the best first."""
     body = await request.json(_request)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -51,7 +51,7 @@ async def _rerank(request: Request, connected: ClientPair) -> None:
     if body.top_n is not None and body.top_n < 1:
         raise HttpError(BAD_REQUEST, f"top_n is {body.top_n}: at least 1", param="top_n")
     options = TaskSettings(request, body.model).options_of_tasks()
-    run = connected.client.run
+    run = pair.client.run
     parts = [texts[at : at + TASK_DOCUMENTS] for at in range(0, len(texts), TASK_DOCUMENTS)]
     check_copies("query", len(body.query.encode()), len(parts))
     payloads = [_payload(body.query, part) for part in parts]

@@ -34,8 +34,8 @@ class Operation:
     headers: tuple[bytes, ...] = ()
     errors: tuple[int, ...] = ()
 
-    def __call__(self, request: Request, connected: ClientPair) -> Awaitable[Any]:
-        return self.serve(request, connected)
+    def __call__(self, request: Request, pair: ClientPair) -> Awaitable[Any]:
+        return self.serve(request, pair)
 
 
 # Operations by path, whose variable parts are in braces, and by method.

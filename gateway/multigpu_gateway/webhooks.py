@@ -100,8 +100,8 @@ class Webhooks:
             log.exception("webhooks are interrupted")
 
     async def _follow(self, http: httpx2.AsyncClient) -> NoReturn:
-        async with self._clients.acquire(self._token()) as connected:
-            watch = connected.client.watch(cursor=self._cursor, queue=self._config.webhook_queue)
+        async with self._clients.acquire(self._token()) as pair:
+            watch = pair.client.watch(cursor=self._cursor, queue=self._config.webhook_queue)
             async with aclosing(watch):
                 async for outcome, cursor in watch:
                     await self._deliver(http, outcome)

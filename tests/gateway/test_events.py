@@ -51,11 +51,34 @@ async def test_events_are_sent_as_they_come() -> None:
     assert caller.sent[-1]["more_body"] is False
 
 
-async def test_head_gets_the_headers_of_a_stream_at_once() -> None:
+async def valid_without_events() -> AsyncGenerator[bytes, None]:
+    yield b""
+    await asyncio.sleep(60)
+
+
+async def test_head_gets_the_headers_of_a_valid_stream_at_once() -> None:
     caller = Caller()
     caller.request.method = "HEAD"
-    await caller.take(events(60))
+    await caller.take(valid_without_events())
     assert (caller.sent[0]["status"], caller.body, caller.sent[-1]["more_body"]) == (200, b"", False)
+
+
+async def test_head_of_an_invalid_stream_has_the_status_of_get() -> None:
+    caller = Caller()
+    caller.request.method = "HEAD"
+    with pytest.raises(HttpError, match="wrong"):
+        await caller.take(events(fails=HttpError(404, "wrong")))
+    assert caller.sent == []
+
+
+async def test_a_valid_stream_without_events_begins_at_once() -> None:
+    caller = Caller()
+    taking = asyncio.ensure_future(caller.take(valid_without_events()))
+    await asyncio.sleep(0.1)
+    assert [each["type"] for each in caller.sent] == ["http.response.start"]
+    caller.gone.set()
+    with pytest.raises(DisconnectedError):
+        await taking
 
 
 async def test_a_late_stream_begins_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:

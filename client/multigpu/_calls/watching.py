@@ -30,7 +30,9 @@ _SKIPPED_ANOTHER = (
 async def frames(
     connection: Connection, request: task_service_pb2.WatchRequest
 ) -> AsyncGenerator[list[tuple[Outcome, str]], None]:
-    """Yields lists of (outcome, cursor), for ever. Raises CursorExpiredError, TransportError."""
+    """Yields lists of (outcome, cursor), for ever. The first may be empty: the master has accepted the cursor. Raises
+    CursorExpiredError, TransportError.
+    """
     request.cursor, skip, last_task_id = _parse(request.cursor)
     give_up = asyncio.get_running_loop().time() + connection.connect_timeout_s
     reached = False
@@ -44,7 +46,7 @@ async def frames(
                 frame, skip = _frame(request, response, skip, last_task_id)
                 if response.cursor:
                     request.cursor, request.from_now = response.cursor, False
-                if frame:
+                if not skip:
                     yield frame
         except grpc.aio.AioRpcError:
             pass  # stream.code() has the status

@@ -16,11 +16,11 @@ def _filter(fields: dict[str, str]) -> Filter:
     return Filter.of({**fields, "state": "dead-lettered"})
 
 
-async def show(request: Request, connected: ClientPair) -> Page:
+async def show(request: Request, pair: ClientPair) -> Page:
     query = request.query
     chosen = _filter(query)
     wanted = chosen.for_master()
-    count = (await connected.client.count(**wanted)).dead_lettered
+    count = (await pair.client.count(**wanted)).dead_lettered
     values = {"filter": chosen, "count": count}
     if action := query.get("confirm"):
         action_of({"action": action}, *ACTIONS)
@@ -32,23 +32,23 @@ async def show(request: Request, connected: ClientPair) -> Page:
         question = what.format(text.counted(count, "dead letter"))
         values |= {"action": action, "question": question, "to": PATH, "task_id": 0}
         return Page("confirm.html", values, live=False)
-    tasks, token = await connected.client.list_page(page_size=ROWS, page_token=query.get("page", ""), **wanted)
+    tasks, token = await pair.client.list_page(page_size=ROWS, page_token=query.get("page", ""), **wanted)
     return Page("dead_letters.html", {**values, "tasks": tasks, "next_page": token})
 
 
-async def change(request: Request, connected: ClientPair) -> Redirect:
+async def change(request: Request, pair: ClientPair) -> Redirect:
     form = await form_of(request)
     action = action_of(form, *ACTIONS)
 
     async def act(task_ids: list[int]) -> int:
         if action == "requeue":
-            return len((await connected.admin.requeue_dead_letters(task_ids)).task_ids)
-        return (await connected.admin.delete_dead_letters(task_ids)).deleted
+            return len((await pair.admin.requeue_dead_letters(task_ids)).task_ids)
+        return (await pair.admin.delete_dead_letters(task_ids)).deleted
 
     chosen = _filter(form)
     if "task_id" in form:
         n = await act([task_id_of(form["task_id"])])
     else:
-        n = await each_batch(connected, chosen.for_master(), act)
+        n = await each_batch(pair, chosen.for_master(), act)
     back = {name: value for name, value in chosen.fields.items() if name != "state"}
     return Redirect(f"{PATH}?{urlencode(back)}", action=ACTIONS[action], n=n)

@@ -15,15 +15,15 @@ PATH = "/ui/devices"
 TASKS_MAX = 100
 
 
-async def show(request: Request, connected: ClientPair) -> Page:
+async def show(request: Request, pair: ClientPair) -> Page:
     worker_id = unquote(request.path.removeprefix(f"{PATH}/"))
-    workers = await connected.admin.list_workers()
+    workers = await pair.admin.list_workers()
     found = next((worker for worker in workers if worker.worker_id == worker_id), None)
     if found is None:
         raise HttpError(NOT_FOUND, f"the master knows no worker {worker_id!r}")
     same = [worker for worker in workers if _device(worker) == _device(found)]
     tasks = {
-        worker.worker_id: await connected.client.list_page(
+        worker.worker_id: await pair.client.list_page(
             page_size=TASKS_MAX, worker_id=worker.worker_id, states=[TaskState.LEASED]
         )
         for worker in same
@@ -41,9 +41,9 @@ def _device(worker: Worker) -> tuple[str, str]:
     return worker.host, worker.device.device_id
 
 
-async def change(request: Request, connected: ClientPair) -> Redirect:
+async def change(request: Request, pair: ClientPair) -> Redirect:
     form = await form_of(request)
-    worker_id, admin = form.get("worker", ""), connected.admin
+    worker_id, admin = form.get("worker", ""), pair.admin
     action = action_of(form, "cordon", "drain", "uncordon", "forget")
     if action == "forget":
         await admin.forget_worker(worker_id)

@@ -70,11 +70,11 @@ class Filter:
         return found  # type: ignore[no-any-return]
 
 
-async def each_batch(connected: ClientPair, wanted: TaskFilter, act: Callable[[list[int]], Awaitable[int]]) -> int:
+async def each_batch(pair: ClientPair, wanted: TaskFilter, act: Callable[[list[int]], Awaitable[int]]) -> int:
     """Calls `act` with the ids of all tasks that match, in batches. Returns the sum of what `act` returned."""
     total, token = 0, ""
     while True:
-        tasks, token = await connected.client.list_page(page_size=_BATCH, page_token=token, **wanted)
+        tasks, token = await pair.client.list_page(page_size=_BATCH, page_token=token, **wanted)
         if tasks:
             total += await act([task.task_id for task in tasks])
         if not token:

@@ -68,8 +68,8 @@ def by_product(workers: Iterable[Worker]) -> list[ProductCounts]:
     ]  # fmt: skip
 
 
-async def show(request: Request, connected: ClientPair) -> Page:
-    stats, workers = await connected.admin.stats(), await connected.admin.list_workers()
+async def show(request: Request, pair: ClientPair) -> Page:
+    stats, workers = await pair.admin.stats(), await pair.admin.list_workers()
     states = {worker.worker_id: state_of(worker) for worker in workers}
     query = request.query
     shown = [
@@ -80,9 +80,9 @@ async def show(request: Request, connected: ClientPair) -> Page:
     ]
     shown.sort(key=lambda worker: (STATES.index(states[worker.worker_id]), worker.host, worker.worker_id))
     first = number_of(request, "from")
-    history = await connected.admin.history()
+    history = await pair.admin.history()
     counted = Counter(states.values())
-    lately = await connected.client.count(**Filter(state="unsuccessful", since="1h").for_master())
+    lately = await pair.client.count(**Filter(state="unsuccessful", since="1h").for_master())
     return Page(
         "fleet.html",
         {
@@ -111,9 +111,9 @@ def summary_of(points: Sequence[HistoryPoint]) -> dict[str, float | None]:
     }
 
 
-async def history(request: Request, connected: ClientPair) -> None:
+async def history(request: Request, pair: ClientPair) -> None:
     """Responds with the values of the charts, as JSON: for each, a list of its points in the last hour."""
-    points = await connected.admin.history()
+    points = await pair.admin.history()
     answer: dict[str, list[Any]] = {
         "time": [point.end_time.timestamp() if point.end_time is not None else None for point in points],
         "succeeded": [point.succeeded / 10 for point in points],
@@ -128,6 +128,6 @@ async def history(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode(answer), headers=[(b"cache-control", b"no-store")])
 
 
-async def reset_breaker(_request: Request, connected: ClientPair) -> Redirect:
-    await connected.admin.reset_breaker()
+async def reset_breaker(_request: Request, pair: ClientPair) -> Redirect:
+    await pair.admin.reset_breaker()
     return Redirect("/", action="breaker")

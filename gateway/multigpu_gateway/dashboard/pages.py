@@ -105,13 +105,13 @@ _templates.globals |= {"navigation": NAVIGATION, "version": VERSION, "url": lamb
 def page(view: View) -> Serve:
     """Returns a function that serves a view. An error becomes a page; UNAUTHORIZED, a redirect to the sign-in page."""
 
-    async def serve(request: Request, connected: ClientPair) -> None:
+    async def serve(request: Request, pair: ClientPair) -> None:
         try:
             if request.method == "POST":
                 check_origin(request)
-                answer = await view(request, connected)
+                answer = await view(request, pair)
             else:
-                answer = await _in_time(view(request, connected))
+                answer = await _in_time(view(request, pair))
         except Exception as error:  # noqa: BLE001  http_error re-raises unexpected errors
             failure = http_error(error)
             if failure.status == UNAUTHORIZED:

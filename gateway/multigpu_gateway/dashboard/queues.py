@@ -1,4 +1,4 @@
-"""Queues: how many tasks wait, for how long, and in what time each queue will be empty."""
+"""Queues: how many tasks wait, for how long, and in what time each queue will be empty without new tasks."""
 
 from multigpu.fleet import Queue
 
@@ -15,23 +15,25 @@ SORTS = {
 
 
 def drain_s(queue: Queue) -> float | None:
-    """Returns the seconds until the queue's tasks have ended, at the last minute's rate. None: no task ended then."""
+    """Returns the seconds until the tasks in the queue have ended, at the last minute's rate. None: no task ended then.
+    Tasks that are submitted later are not counted.
+    """
     return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
 
 
-async def show(request: Request, connected: ClientPair) -> Page:
+async def show(request: Request, pair: ClientPair) -> Page:
     sort = request.query.get("sort", "queued")
-    found = sorted(await connected.admin.list_queues(), key=lambda queue: queue.queue)
+    found = sorted(await pair.admin.list_queues(), key=lambda queue: queue.queue)
     found.sort(key=SORTS.get(sort, SORTS["queued"]))
     first = number_of(request, "from")
     values = {"queues": found[first : first + ROWS], "total": len(found), "first": first, "rows": ROWS, "sort": sort}
     return Page("queues.html", {**values, "drain_s": drain_s})
 
 
-async def change(request: Request, connected: ClientPair) -> Redirect:
+async def change(request: Request, pair: ClientPair) -> Redirect:
     form = await form_of(request)
     if action_of(form, "pause", "resume") == "pause":
-        await connected.admin.pause_queue(form.get("queue", ""))
+        await pair.admin.pause_queue(form.get("queue", ""))
         return Redirect("/ui/queues", action="paused")
-    await connected.admin.resume_queue(form.get("queue", ""))
+    await pair.admin.resume_queue(form.get("queue", ""))
     return Redirect("/ui/queues", action="resumed")

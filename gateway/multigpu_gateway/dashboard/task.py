@@ -44,31 +44,31 @@ class Row:
     end: str
 
 
-async def show(connected: ClientPair, task_id: int) -> Page:
-    found = await connected.client.get(task_id)
-    explanation = await connected.admin.explain(task_id)
+async def show(pair: ClientPair, task_id: int) -> Page:
+    found = await pair.client.get(task_id)
+    explanation = await pair.admin.explain(task_id)
     outcome = found.outcome
     worker = None
     if found.state is TaskState.LEASED:
-        workers = await connected.admin.list_workers()
+        workers = await pair.admin.list_workers()
         worker = next((each for each in workers if each.worker_id == found.worker_id), None)
     values: dict[str, Any] = {
         "task": found, "outcome": outcome, "explanation": explanation, "rows": rows_of(found, worker),
         "candidates": explanation.candidates[:CANDIDATES_MAX] if found.state is TaskState.QUEUED else (),
         "width": WIDTH,
-        "start": await _start(connected, explanation), "follow": outcome is None and bool(found.request_id),
+        "start": await _start(pair, explanation), "follow": outcome is None and bool(found.request_id),
         "result": _text(outcome.result, outcome.content_type) if outcome is not None and outcome.succeeded else None,
         "partials": _partials(outcome), "job": found.kind == TRAIN, "reports": _reports(found),
     }  # fmt: skip
     return Page("task.html", values, live=outcome is None)
 
 
-async def _start(connected: ClientPair, explanation: Explanation) -> str:
+async def _start(pair: ClientPair, explanation: Explanation) -> str:
     """Returns when the task will start: from the number of tasks before it, and the last minute's rate of its queue."""
     if explanation.ahead is None:
         return ""
     name = explanation.task.message.spec.queue
-    queue = next((each for each in await connected.admin.list_queues() if each.queue == name), None)
+    queue = next((each for each in await pair.admin.list_queues() if each.queue == name), None)
     if queue is not None and queue.paused:
         return "when its queue is resumed"
     if queue is None or not queue.end_rate:

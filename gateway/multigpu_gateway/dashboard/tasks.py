@@ -17,25 +17,25 @@ PATH = "/ui/tasks"
 CANCELLED = "cancelled in the dashboard"
 
 
-async def get(request: Request, connected: ClientPair) -> None:
+async def get(request: Request, pair: ClientPair) -> None:
     """Responds with a page, or with the same events of a task as /v1/tasks/ID/events."""
     below, _, last = request.path.removeprefix(f"{PATH}/").rpartition("/")
     if below and last == "events":
-        await task_events(request, connected, task_id_of(below))
+        await task_events(request, pair, task_id_of(below))
     else:
-        await _page(request, connected)
+        await _page(request, pair)
 
 
-async def show(request: Request, connected: ClientPair) -> Page:
+async def show(request: Request, pair: ClientPair) -> Page:
     query = request.query
     below = request.path.removeprefix(PATH).strip("/")
     if below == "new":
-        return await _form(connected, {}, None)
+        return await _form(pair, {}, None)
     if below:
-        return await task.show(connected, task_id_of(below))
+        return await task.show(pair, task_id_of(below))
     chosen = Filter.of(query)
     wanted = chosen.for_master()
-    counts = await connected.client.count(**wanted)
+    counts = await pair.client.count(**wanted)
     values = {"filter": chosen, "counts": counts, "states": list(STATES), "periods": PERIODS}
     if query.get("confirm"):
         open_tasks = counts.queued + counts.leased
@@ -43,7 +43,7 @@ async def show(request: Request, connected: ClientPair) -> Page:
         values |= {"action": "cancel", "question": question, "count": open_tasks, "to": PATH, "task_id": 0}
         return Page("confirm.html", values, live=False)
     oldest_first = query.get("sort") == "oldest"
-    tasks, token = await connected.client.list_page(
+    tasks, token = await pair.client.list_page(
         page_size=ROWS, page_token=query.get("page", ""), oldest_first=oldest_first, **wanted
     )
     return Page("tasks.html", {**values, "tasks": tasks, "next_page": token, "oldest_first": oldest_first})
@@ -52,14 +52,14 @@ async def show(request: Request, connected: ClientPair) -> Page:
 _page = page(show)
 
 
-async def change(request: Request, connected: ClientPair) -> Page | Redirect:
+async def change(request: Request, pair: ClientPair) -> Page | Redirect:
     form = await form_of(request)
     action = action_of(form, "cancel", "submit")
     if action == "submit":
-        return await _submit(form, connected)
+        return await _submit(form, pair)
 
     async def cancel(task_ids: list[int]) -> int:
-        return len((await connected.client.cancel(*task_ids, reason=CANCELLED)).cancelled_task_ids)
+        return len((await pair.client.cancel(*task_ids, reason=CANCELLED)).cancelled_task_ids)
 
     if "task_id" in form:
         task_id = task_id_of(form["task_id"])
@@ -67,11 +67,11 @@ async def change(request: Request, connected: ClientPair) -> Page | Redirect:
         return Redirect(f"{PATH}/{task_id}", action="cancelled", n=n)
     chosen = Filter.of(form)
     wanted = chosen.for_master()
-    n = await each_batch(connected, wanted, cancel)
+    n = await each_batch(pair, wanted, cancel)
     return Redirect(f"{PATH}?{chosen.query}", action="cancelled", n=n)
 
 
-async def _submit(form: dict[str, str], connected: ClientPair) -> Page | Redirect:
+async def _submit(form: dict[str, str], pair: ClientPair) -> Page | Redirect:
     """Submits a task. Its payload is a JSON value, or, for the type text, the text as bytes in UTF-8."""
     given: Any = {name: form[name] for name in ("model", "queue") if form.get(name)}
     if form.get("priority"):
@@ -79,17 +79,17 @@ async def _submit(form: dict[str, str], connected: ClientPair) -> Page | Redirec
     payload: Any = form.get("payload", "").replace("\r\n", "\n")
     try:
         payload = payload.encode() if form.get("type") == "text" else msgspec.json.decode(payload)
-        handle = await connected.client.submit(form.get("kind", ""), payload, **given)
+        handle = await pair.client.submit(form.get("kind", ""), payload, **given)
     except (msgspec.DecodeError, RecursionError) as error:
         problem = f"the payload is no JSON value: {error}; if the kind takes bytes, choose text"
-        return await _form(connected, form, HttpError(BAD_REQUEST, problem))
+        return await _form(pair, form, HttpError(BAD_REQUEST, problem))
     except RejectedError as error:
-        return await _form(connected, form, http_error(error))
+        return await _form(pair, form, http_error(error))
     return Redirect(f"{PATH}/{handle.id}", action="submitted")
 
 
-async def _form(connected: ClientPair, form: dict[str, str], error: HttpError | None) -> Page:
-    workers = await connected.admin.list_workers()
+async def _form(pair: ClientPair, form: dict[str, str], error: HttpError | None) -> Page:
+    workers = await pair.admin.list_workers()
     kinds = sorted({capability.kind for worker in workers for capability in worker.capabilities})
     values = {"form": {"kind": "", "model": "", "queue": "", "priority": "", "payload": "", "type": "json", **form}}
     problem, status = ("", 200) if error is None else (error.message, error.status)

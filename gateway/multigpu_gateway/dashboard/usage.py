@@ -12,10 +12,10 @@ PERIODS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedel
 ROWS = 100  # rows of each table; GET /v1/usage and `mgpuctl energy usage` have all
 
 
-async def show(request: Request, connected: ClientPair) -> Page:
+async def show(request: Request, pair: ClientPair) -> Page:
     period = request.query.get("period", "day")
     begin = datetime.now(UTC) - PERIODS.get(period, PERIODS["day"])
-    reports = {key: await connected.admin.usage([key], begin=begin) for key in USAGE_KEYS}
-    total = (await connected.admin.usage([], begin=begin)).usage
+    reports = {key: await pair.admin.usage([key], begin=begin) for key in USAGE_KEYS}
+    total = (await pair.admin.usage([], begin=begin)).usage
     values = {"reports": reports, "total": total[0] if total else None, "rows": ROWS}
     return Page("usage.html", {**values, "periods": list(PERIODS), "period": period}, live=False)

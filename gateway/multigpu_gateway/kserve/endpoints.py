@@ -99,53 +99,49 @@ class Endpoints:
         """Responds with the gateway's name, version and extensions."""
         await _respond(request, json_value(models.server_metadata(shared_memory=self._inference.regions is not None)))
 
-    async def statistics(self, request: Request, connected: ClientPair) -> None:
+    async def statistics(self, request: Request, pair: ClientPair) -> None:
         """Responds with the statistics of all models."""
         grpc_request = pb.ModelStatisticsRequest()
-        await _respond(
-            request, json_value(await models.statistics(grpc_request, connected, self._inference.statistics))
-        )
+        await _respond(request, json_value(await models.statistics(grpc_request, pair, self._inference.statistics)))
 
-    async def describe(self, request: Request, connected: ClientPair) -> None:
+    async def describe(self, request: Request, pair: ClientPair) -> None:
         """Responds with a model's metadata, configuration or statistics, or for `ready` with 200 or 400."""
         name, version, operation = _model_of(request)
         named: dict[str, str] = {"name": name, "version": version}
         if operation == "":
-            await _respond(request, json_value(await models.metadata(pb.ModelMetadataRequest(**named), connected)))
+            await _respond(request, json_value(await models.metadata(pb.ModelMetadataRequest(**named), pair)))
         elif operation == "config":
-            found = await models.config(pb.ModelConfigRequest(**named), connected)
+            found = await models.config(pb.ModelConfigRequest(**named), pair)
             await _respond(request, json_value(found.config))
         elif operation == "stats":
             grpc_request = pb.ModelStatisticsRequest(**named)
-            await _respond(
-                request, json_value(await models.statistics(grpc_request, connected, self._inference.statistics))
-            )
+            await _respond(request, json_value(await models.statistics(grpc_request, pair, self._inference.statistics)))
         elif operation == "ready":
-            if not (await models.ready(pb.ModelReadyRequest(**named), connected)).ready:
+            if not (await models.ready(pb.ModelReadyRequest(**named), pair)).ready:
                 raise HttpError(BAD_REQUEST, f"no connected worker has the model {name!r}")
             await request.respond(200, b"")
         else:
             raise not_allowed(request.path, "GET", "POST")
 
-    async def infer(self, request: Request, connected: ClientPair) -> None:
+    async def infer(self, request: Request, pair: ClientPair) -> None:
         """ModelInfer. A client disconnect cancels the task."""
         name, version, operation = _model_of(request)
         if operation != "infer":
             raise not_allowed(request.path, "POST", "GET")
         grpc_request, raw = read_infer(name, version, await request.body(), request.header(_JSON_LENGTH))
         async with request.while_connected():
-            outputs = await self._inference.run(grpc_request, raw, connected, request)
+            outputs = await self._inference.run(grpc_request, raw, pair, request)
         body, json_length = write_infer(grpc_request, outputs)
         headers = [(_JSON_LENGTH, b"%d" % json_length)] if json_length else []
         await request.respond(200, body, _OCTETS if json_length else JSON, headers)
 
-    async def index(self, request: Request, connected: ClientPair) -> None:
+    async def index(self, request: Request, pair: ClientPair) -> None:
         """RepositoryIndex. The body may be empty."""
         body = await request.body()
         grpc_request = pb.RepositoryIndexRequest(ready=bool(body) and decode(_index, body).ready)
-        await _respond(request, json_value(await repository.index(grpc_request, connected))["models"])
+        await _respond(request, json_value(await repository.index(grpc_request, pair))["models"])
 
-    async def change(self, request: Request, connected: ClientPair) -> None:
+    async def change(self, request: Request, pair: ClientPair) -> None:
         """Loads or unloads a model. The body may be empty."""
         found = _REPOSITORY_MODEL.fullmatch(request.path)
         if found is None:
@@ -158,9 +154,9 @@ class Endpoints:
                 grpc_request = pb.RepositoryModelLoadRequest(model_name=name)
                 for parameter in parameters:
                     grpc_request.parameters[parameter].SetInParent()
-                await repository.load(grpc_request, connected, request)
+                await repository.load(grpc_request, pair, request)
             else:
-                await repository.unload(pb.RepositoryModelUnloadRequest(model_name=name), connected)
+                await repository.unload(pb.RepositoryModelUnloadRequest(model_name=name), pair)
         await request.respond(200, b"")
 
 
@@ -170,15 +166,15 @@ class MemoryEndpoints:
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
 
-    async def status(self, request: Request, connected: ClientPair) -> None:
+    async def status(self, request: Request, pair: ClientPair) -> None:
         """Lists all regions, or the one in the path."""
         name, operation = _region_of(request)
         if operation != "status":
             raise not_allowed(request.path, "GET", "POST")
-        found = await self._regions.status(pb.SystemSharedMemoryStatusRequest(name=name), connected)
+        found = await self._regions.status(pb.SystemSharedMemoryStatusRequest(name=name), pair)
         await _respond(request, [json_value(each) for each in found.regions.values()])
 
-    async def change(self, request: Request, connected: ClientPair) -> None:
+    async def change(self, request: Request, pair: ClientPair) -> None:
         """Registers or unregisters the region in the path, or unregisters all."""
         name, operation = _region_of(request)
         if operation == "status":
@@ -186,9 +182,9 @@ class MemoryEndpoints:
         if operation == "register":
             body = await request.json(_region)
             fields: dict[str, Any] = {"key": body.key, "offset": body.offset, "byte_size": body.byte_size}
-            await self._regions.register(pb.SystemSharedMemoryRegisterRequest(name=name, **fields), connected)
+            await self._regions.register(pb.SystemSharedMemoryRegisterRequest(name=name, **fields), pair)
         else:
-            await self._regions.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), connected)
+            await self._regions.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), pair)
         await request.respond(200, b"")
 
     async def cuda_status(self, request: Request, _connected: ClientPair) -> None:
@@ -227,9 +223,9 @@ async def _respond(request: Request, value: Any) -> None:
 def _with_tritons_statuses(serve: Serve) -> Serve:
     """Returns a function that serves as `serve` does, but with Triton's status 400 instead of 409."""
 
-    async def served(request: Request, connected: ClientPair) -> None:
+    async def served(request: Request, pair: ClientPair) -> None:
         try:
-            await serve(request, connected)
+            await serve(request, pair)
         except Exception as error:
             failure = http_error(error)
             if failure.status == CONFLICT:

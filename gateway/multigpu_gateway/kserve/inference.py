@@ -40,37 +40,35 @@ class Inference:
         self.regions = Regions(config.body_bytes_max) if config.kserve_shared_memory else None
 
     async def run(
-        self, request: pb.ModelInferRequest, raw: Sequence[bytes], connected: ClientPair, call: Call
+        self, request: pb.ModelInferRequest, raw: Sequence[bytes], pair: ClientPair, call: Call
     ) -> list[NamedTensor]:
         """Returns the outputs. `raw`: the bytes of the inputs that are not in shared memory, in order; empty: these
         inputs have contents. Raises HttpError, MultigpuError or TaskError.
         """
         raw, places = self._resolve(request, raw)
-        return await self._run(request, task_of(request, raw), places, connected, call)
+        return await self._run(request, task_of(request, raw), places, pair, call)
 
-    async def stream(
-        self, request: pb.ModelInferRequest, connected: ClientPair, call: Call
-    ) -> AsyncGenerator[Answer, None]:
+    async def stream(self, request: pb.ModelInferRequest, pair: ClientPair, call: Call) -> AsyncGenerator[Answer, None]:
         """As `run`, but yields an Answer for each piece of a generated text as it arrives, and a last one without text.
         Other models give a single Answer.
         """
         raw, places = self._resolve(request, request.raw_input_contents)
         task = task_of(request, raw, stream=True)
         if task.read_chunk is None:
-            yield Answer(outputs=await self._run(request, task, places, connected, call), final=True)
+            yield Answer(outputs=await self._run(request, task, places, pair, call), final=True)
             return
         if places:
             raise wrong(next(iter(places)), "each piece would overwrite the one before in its shared memory")
         options = _options(request, call)
         began_ns = time.perf_counter_ns()
         try:
-            async with connected.client.stream(task.kind, task.payload, units=task.units, **options) as parts:
+            async with pair.client.stream(task.kind, task.payload, units=task.units, **options) as parts:
                 async for data in parts:
                     if outputs := task.read_chunk(data):
                         yield Answer(outputs=outputs, final=False)
                 outcome = parts.outcome
         except errors.UnplaceableError:
-            await _reject_other_kind(request, connected, task)
+            await _reject_other_kind(request, pair, task)
             raise
         self._count_and_raise(request, task, outcome, began_ns)
         empty = values_of(request.parameters).get(_EMPTY_FINAL) is True
@@ -87,15 +85,15 @@ class Inference:
         request: pb.ModelInferRequest,
         task: InferenceTask,
         places: Mapping[str, Place],
-        connected: ClientPair,
+        pair: ClientPair,
         call: Call,
     ) -> list[NamedTensor]:
         options = _options(request, call)
         began_ns = time.perf_counter_ns()
         try:
-            outcome = await connected.client.run_outcome(task.kind, task.payload, units=task.units, **options)
+            outcome = await pair.client.run_outcome(task.kind, task.payload, units=task.units, **options)
         except errors.UnplaceableError:
-            await _reject_other_kind(request, connected, task)
+            await _reject_other_kind(request, pair, task)
             raise
         self._count_and_raise(request, task, outcome, began_ns)
         outputs = task.read(outcome)
@@ -111,9 +109,9 @@ class Inference:
             raise outcome.to_error()
 
 
-async def _reject_other_kind(request: pb.ModelInferRequest, connected: ClientPair, task: InferenceTask) -> None:
+async def _reject_other_kind(request: pb.ModelInferRequest, pair: ClientPair, task: InferenceTask) -> None:
     """Raises HttpError if there is no such model, or if its kind takes other inputs than the request has."""
-    entry = (await versions_of(connected, request.model_name, request.model_version))[0]
+    entry = (await versions_of(pair, request.model_name, request.model_version))[0]
     if entry.model.kind != task.kind:
         takes = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors_of(entry.model)[0])
         raise HttpError(BAD_REQUEST, f"the model {request.model_name} takes {takes}", param="inputs")

@@ -29,41 +29,41 @@ def id_of(name: str, version: str) -> str:
     return f"{name}:{version}" if version else name
 
 
-async def served(connected: ClientPair, name: str = "") -> list[ModelEntry]:
+async def served(pair: ClientPair, name: str = "") -> list[ModelEntry]:
     """Returns the models, of one name or of all, whose kind the protocol can serve."""
-    return [entry for entry in await connected.admin.list_models(name) if entry.model.kind in KINDS]
+    return [entry for entry in await pair.admin.list_models(name) if entry.model.kind in KINDS]
 
 
-async def versions_of(connected: ClientPair, name: str, version: str) -> list[ModelEntry]:
+async def versions_of(pair: ClientPair, name: str, version: str) -> list[ModelEntry]:
     """Returns the entries of a version of a model, those without an error first. `version` "": the current version, or
     all if none is current. Raises HttpError if there is no entry.
     """
-    entries = await served(connected, name)
+    entries = await served(pair, name)
     chosen = [each for each in entries if (each.model.version == version if version else each.model.current)]
     if not (chosen := chosen or ([] if version else entries)):
         raise HttpError(NOT_FOUND, f"there is no model {id_of(name, version)!r}", code="model_not_found", param="name")
     return sorted(chosen, key=lambda entry: (bool(entry.model.error), not entry.model.inputs))
 
 
-async def ready(request: pb.ModelReadyRequest, connected: ClientPair) -> pb.ModelReadyResponse:
+async def ready(request: pb.ModelReadyRequest, pair: ClientPair) -> pb.ModelReadyResponse:
     """Whether a connected worker offers the model without an error. Raises HttpError if there is no such model."""
     offering = {
         worker_id
-        for entry in await versions_of(connected, request.name, request.version)
+        for entry in await versions_of(pair, request.name, request.version)
         if not entry.model.error
         for worker_id in entry.worker_ids
     }
-    workers = await connected.admin.list_workers()
+    workers = await pair.admin.list_workers()
     active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
     return pb.ModelReadyResponse(ready=not offering.isdisjoint(active))
 
 
-async def metadata(request: pb.ModelMetadataRequest, connected: ClientPair) -> pb.ModelMetadataResponse:
+async def metadata(request: pb.ModelMetadataRequest, pair: ClientPair) -> pb.ModelMetadataResponse:
     """Returns the versions, inputs and outputs of a model. Raises HttpError if there is no such model, or if its inputs
     are not known yet.
     """
-    model = (await versions_of(connected, request.name, request.version))[0].model
-    versions = {entry.model.version for entry in await served(connected, request.name)} - {""}
+    model = (await versions_of(pair, request.name, request.version))[0].model
+    versions = {entry.model.version for entry in await served(pair, request.name)} - {""}
     response = pb.ModelMetadataResponse(name=model.name, versions=sorted(versions), platform=model.engine)
     for messages, tensors in zip((response.inputs, response.outputs), tensors_of(model), strict=True):
         for tensor in tensors:
@@ -71,9 +71,9 @@ async def metadata(request: pb.ModelMetadataRequest, connected: ClientPair) -> p
     return response
 
 
-async def config(request: pb.ModelConfigRequest, connected: ClientPair) -> pb.ModelConfigResponse:
+async def config(request: pb.ModelConfigRequest, pair: ClientPair) -> pb.ModelConfigResponse:
     """As `metadata`, in the form of Triton's model configuration."""
-    model = (await versions_of(connected, request.name, request.version))[0].model
+    model = (await versions_of(pair, request.name, request.version))[0].model
     inputs, outputs = tensors_of(model)
     found = pb.ModelConfig(name=model.name, platform=model.engine, backend=model.engine)
     for each in inputs:
@@ -91,13 +91,13 @@ def _type(datatype: str) -> pb.DataType:
 
 
 async def statistics(
-    request: pb.ModelStatisticsRequest, connected: ClientPair, counted: Statistics
+    request: pb.ModelStatisticsRequest, pair: ClientPair, counted: Statistics
 ) -> pb.ModelStatisticsResponse:
     """Returns this gateway's counters of one model or of all. Raises HttpError if there is no such model."""
     if request.name:
-        entries = await versions_of(connected, request.name, request.version)
+        entries = await versions_of(pair, request.name, request.version)
     else:
-        entries = await served(connected)
+        entries = await served(pair)
     current = {(entry.model.name, entry.model.version): entry.model.current for entry in entries}
     found = [counted.of(name, version, current=current[name, version]) for name, version in current]
     for each in found:

@@ -16,10 +16,10 @@ _STATES = {ModelState.READY: "READY", ModelState.LOADING: "LOADING", ModelState.
 _ABSENT, _ABSENT_REASON = "UNAVAILABLE", "unloaded"
 
 
-async def index(request: pb.RepositoryIndexRequest, connected: ClientPair) -> pb.RepositoryIndexResponse:
+async def index(request: pb.RepositoryIndexRequest, pair: ClientPair) -> pb.RepositoryIndexResponse:
     """Lists every version of every model, with the first state of _STATES that it has on any worker."""
     found: dict[tuple[str, str], list[ModelEntry]] = {}
-    for entry in await served(connected):
+    for entry in await served(pair):
         found.setdefault((entry.model.name, entry.model.version), []).append(entry)
     response = pb.RepositoryIndexResponse()
     for (name, version), entries in found.items():
@@ -33,31 +33,29 @@ async def index(request: pb.RepositoryIndexRequest, connected: ClientPair) -> pb
     return response
 
 
-async def load(
-    request: pb.RepositoryModelLoadRequest, connected: ClientPair, call: Call
-) -> pb.RepositoryModelLoadResponse:
+async def load(request: pb.RepositoryModelLoadRequest, pair: ClientPair, call: Call) -> pb.RepositoryModelLoadResponse:
     """Has the master load a model, and returns when it is ready. Raises HttpError if it can't be loaded in time."""
     if rejected := sorted(request.parameters):
         why = "a fleet's models are files on its workers, with their model.toml"
         raise HttpError(BAD_REQUEST, f"the parameter {rejected[0]!r} is not served: {why}", param=rejected[0])
     name = request.model_name
-    worker_ids = set(await connected.admin.load_model(name))
+    worker_ids = set(await pair.admin.load_model(name))
     try:
         async with asyncio.timeout(call.timeout_s):
             while True:
-                if await _is_ready(connected, name, worker_ids):
+                if await _is_ready(pair, name, worker_ids):
                     return pb.RepositoryModelLoadResponse()
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise HttpError(LATE, f"{name} is not ready after {call.timeout_s:g} s; it is still being loaded") from None
 
 
-async def _is_ready(connected: ClientPair, model: str, worker_ids: set[str]) -> bool:
+async def _is_ready(pair: ClientPair, model: str, worker_ids: set[str]) -> bool:
     """Whether a model is ready on one of these workers. Raises HttpError if loading has failed."""
     name = model.partition(":")[0]
     entries = [
         entry
-        for entry in await served(connected, name)
+        for entry in await served(pair, name)
         if model == id_of(name, entry.model.version) or (model == name and entry.model.current)
     ]
     places = [place for entry in entries for place in entry.places if place.worker_id in worker_ids]
@@ -69,7 +67,7 @@ async def _is_ready(connected: ClientPair, model: str, worker_ids: set[str]) -> 
     return False
 
 
-async def unload(request: pb.RepositoryModelUnloadRequest, connected: ClientPair) -> pb.RepositoryModelUnloadResponse:
+async def unload(request: pb.RepositoryModelUnloadRequest, pair: ClientPair) -> pb.RepositoryModelUnloadResponse:
     """Makes workers unload a model once its tasks have ended. Returns at once."""
-    await connected.admin.unload_model(request.model_name)
+    await pair.admin.unload_model(request.model_name)
     return pb.RepositoryModelUnloadResponse()

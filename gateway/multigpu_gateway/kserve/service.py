@@ -12,7 +12,15 @@ from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
 from multigpu_gateway.clients import ClientPair, Clients
-from multigpu_gateway.grpc_calls import STREAM_REQUESTS_MAX, GrpcCall, GrpcCalls, Handler, parsed, status_of
+from multigpu_gateway.grpc_calls import (
+    STREAM_REQUESTS_MAX,
+    GrpcCall,
+    GrpcCalls,
+    Handler,
+    parsed,
+    read_requests,
+    status_of,
+)
 from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.shared_memory import cuda_status, cuda_unregister
@@ -37,7 +45,7 @@ class InferenceService:
         counted = self._inference.statistics
 
         def of(respond: Callable[[Any, ClientPair], Awaitable[Message]]) -> Handler:
-            return lambda request, connected, _call: respond(request, connected)
+            return lambda request, pair, _call: respond(request, pair)
 
         methods: dict[str, tuple[type[Message], Handler]] = {
             "ServerLive": (pb.ServerLiveRequest, of(_live)),
@@ -65,7 +73,7 @@ class InferenceService:
         handlers["ModelStreamInfer"] = self._calls.stream_stream("ModelStreamInfer", self._serve_stream)
         return handlers
 
-    async def _serve_stream(self, context: Any, connected: ClientPair) -> None:
+    async def _serve_stream(self, context: Any, pair: ClientPair) -> None:
         """ModelStreamInfer: runs the requests of a stream concurrently. An error of a request is sent as a message, and
         does not end the stream. While STREAM_REQUESTS_MAX requests run, the next is not read.
         """
@@ -80,7 +88,7 @@ class InferenceService:
             request = pb.ModelInferRequest()
             try:
                 request = parsed(pb.ModelInferRequest, data)
-                answers = self._inference.stream(request, connected, self._calls.call_of(context))
+                answers = self._inference.stream(request, pair, self._calls.call_of(context))
                 async with aclosing(answers):
                     async for answer in answers:
                         await write(_streamed(request, answer))
@@ -95,17 +103,12 @@ class InferenceService:
 
         try:
             async with asyncio.TaskGroup() as group:
-                while True:
-                    await free.acquire()
-                    if (data := await context.read()) is grpc.aio.EOF:
-                        break
-                    group.create_task(serve(data))
-                    del data
+                await read_requests(context, free, lambda data: group.create_task(serve(data)))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _infer(self, request: pb.ModelInferRequest, connected: ClientPair, call: GrpcCall) -> Message:
-        outputs = await self._inference.run(request, request.raw_input_contents, connected, call)
+    async def _infer(self, request: pb.ModelInferRequest, pair: ClientPair, call: GrpcCall) -> Message:
+        outputs = await self._inference.run(request, request.raw_input_contents, pair, call)
         return response_of(request, outputs)
 
     async def _metadata(self, _request: pb.ServerMetadataRequest, _connected: ClientPair) -> pb.ServerMetadataResponse:

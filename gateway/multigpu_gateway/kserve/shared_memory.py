@@ -108,12 +108,12 @@ class Regions:
         self._regions: dict[str, Region] = {}
 
     async def register(
-        self, request: pb.SystemSharedMemoryRegisterRequest, connected: ClientPair
+        self, request: pb.SystemSharedMemoryRegisterRequest, pair: ClientPair
     ) -> pb.SystemSharedMemoryRegisterResponse:
         """Registers a region. Raises HttpError if the name is invalid or in use, if there are too many regions, or if
         the file can't be used.
         """
-        await _check_token(connected)
+        await _check_token(pair)
         name, key = request.name, request.key
         if not 1 <= len(name) <= NAME_CHARS_MAX:
             raise HttpError(BAD_REQUEST, f"a region's name has 1 to {NAME_CHARS_MAX} characters", param="name")
@@ -127,10 +127,10 @@ class Regions:
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def unregister(
-        self, request: pb.SystemSharedMemoryUnregisterRequest, connected: ClientPair
+        self, request: pb.SystemSharedMemoryUnregisterRequest, pair: ClientPair
     ) -> pb.SystemSharedMemoryUnregisterResponse:
         """Unregisters a region, or all. Requests that use it keep it until they end. An unknown name is no error."""
-        await _check_token(connected)
+        await _check_token(pair)
         if request.name:
             self._regions.pop(request.name, None)
         else:
@@ -138,10 +138,10 @@ class Regions:
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def status(
-        self, request: pb.SystemSharedMemoryStatusRequest, connected: ClientPair
+        self, request: pb.SystemSharedMemoryStatusRequest, pair: ClientPair
     ) -> pb.SystemSharedMemoryStatusResponse:
         """Returns one region, or all. Raises HttpError if there is no such region."""
-        await _check_token(connected)
+        await _check_token(pair)
         response = pb.SystemSharedMemoryStatusResponse()
         for name in [request.name] if request.name else self._regions:
             region = self._region(name)
@@ -202,9 +202,9 @@ class Regions:
         return self._regions[name]
 
 
-async def _check_token(connected: ClientPair) -> None:
+async def _check_token(pair: ClientPair) -> None:
     """Raises MultigpuError if the master does not accept the token for reading."""
-    await connected.client.count()
+    await pair.client.count()
 
 
 async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _connected: ClientPair) -> Message:

@@ -50,6 +50,8 @@ LIST_MAX = 100
 _SUBMIT_LINES, _FETCH = 5_000, 64
 OUTPUT, ERRORS = "-output", "-errors"
 ENDED = ("completed", "expired", "cancelled")
+# The reason in the outcomes of tasks that were cancelled with their batch.
+_BATCH_CANCELLED = "its batch was cancelled"
 # Statuses of temporary errors: a limit is reached, or the master is not available.
 _PASSING = (TOO_MANY, UNAVAILABLE, LATE)
 
@@ -98,21 +100,21 @@ _line = msgspec.json.Decoder(Line)
 _record = msgspec.json.Decoder(Record)
 
 
-async def post(request: Request, connected: ClientPair) -> None:
+async def post(request: Request, pair: ClientPair) -> None:
     """Creates a batch, or cancels one."""
     batch_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if not batch_id:
-        await _make(request, connected)
+        await _make(request, pair)
     elif rest == "cancel":
-        await _cancel(request, connected.client, batch_id)
+        await _cancel(request, pair.client, batch_id)
     else:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
 
 
-async def get(request: Request, connected: ClientPair) -> None:
+async def get(request: Request, pair: ClientPair) -> None:
     """Lists batches, or returns one, of which it first submits tasks that are missing."""
     batch_id = request.path.removeprefix(PATH).strip("/")
-    client = connected.client
+    client = pair.client
     async with request.while_connected():
         if not batch_id:
             answer = await _list(request, client)
@@ -125,7 +127,7 @@ async def get(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def _make(request: Request, connected: ClientPair) -> None:
+async def _make(request: Request, pair: ClientPair) -> None:
     body = await request.json(_request)
     endpoint = ENDPOINTS.get(body.endpoint)
     if endpoint is None:
@@ -134,14 +136,14 @@ async def _make(request: Request, connected: ClientPair) -> None:
     if body.completion_window != "24h":
         raise HttpError(BAD_REQUEST, "completion_window: it is 24h", param="completion_window")
     async with request.while_connected():
-        client = connected.client
+        client = pair.client
         key = request.header(IDEMPOTENCY_KEY)
         digest = hashlib.sha256(key.encode()).hexdigest() if key else uuid.uuid4().hex
         batch_id = f"batch_{digest[:32]}"
         record = await _find(client, batch_id) if key else None  # a retry: the batch may be there
         if record is None:
             file = await files.metadata(client, body.input_file_id)
-            lines = await _check(connected, file, body.endpoint, endpoint, request.body_bytes_max)
+            lines = await _check(pair, file, body.endpoint, endpoint, request.body_bytes_max)
             record = Record(
                 batch_id, file.id, body.endpoint, body.completion_window, int(time.time()), lines, body.metadata
             )
@@ -201,16 +203,18 @@ async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
 async def _cancel(request: Request, client: AsyncClient, batch_id: str) -> None:
     async with request.while_connected():
         record = await _get(client, batch_id)
-        await files.store(client, f"{record.id}:cancelled", b"", QUEUE)
-        await _cancel_lines(client, record)
         answer = await _state(client, record)
+        if answer["status"] not in ENDED:
+            await files.store(client, f"{record.id}:cancelled", b"", QUEUE)
+            await _cancel_lines(client, record)
+            answer = await _state(client, record)
     await request.respond(200, msgspec.json.encode(answer))
 
 
 async def _cancel_lines(client: AsyncClient, record: Record) -> None:
     """Cancels the tasks of all lines that have been submitted."""
     names = [record.name(line) for line in range(1, record.lines + 1)]
-    await client.cancel(*names, reason="its batch was cancelled")
+    await client.cancel(*names, reason=_BATCH_CANCELLED)
 
 
 def is_output(file_id: str) -> bool:
@@ -227,14 +231,14 @@ async def output(client: AsyncClient, file_id: str, line_bytes_max: int) -> Asyn
     return _output_lines(client, record, line_bytes_max, errors=suffix == ERRORS)
 
 
-async def _check(connected: ClientPair, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
+async def _check(pair: ClientPair, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
     """Checks all lines of a file, and returns their number. Raises HttpError if there are none or too many, or if a
     line is invalid or too long, or names a model that no worker has.
     """
     seen: set[str] = set()
     models: dict[str, int] = {}
     number = 0
-    async for text in files.lines(connected.client, file, line_bytes_max):
+    async for text in files.lines(pair.client, file, line_bytes_max):
         number += 1
         try:
             line = _line.decode(text)
@@ -252,7 +256,7 @@ async def _check(connected: ClientPair, file: files.FileInfo, url: str, endpoint
             raise HttpError(BAD_REQUEST, f"the file has more than {LINES_MAX:,} lines", param="input_file_id")
     if not number:
         raise HttpError(BAD_REQUEST, "the file has no lines", param="input_file_id")
-    entries = await connected.admin.list_models()
+    entries = await pair.admin.list_models()
     offered = {entry.model.name for entry in entries if entry.model.kind == endpoint.kind}
     for model, first in models.items():
         if model.partition(":")[0] not in offered:
@@ -339,7 +343,8 @@ async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
     failed = counts.failed + counts.dead_lettered + counts.expired + counts.cancelled
     pending = counts.queued + counts.leased
     missing = pending + counts.succeeded + failed < record.lines
-    if counts.cancelled or (missing and await _is_cancelled(client, record)):
+    # If only tasks of the batch were cancelled, these are errors of their lines.
+    if (counts.cancelled or missing) and await _is_cancelled(client, record):
         status = "cancelling" if pending else "cancelled"
     elif missing and not record.expired:
         status = "validating"
@@ -402,7 +407,7 @@ def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outco
     state = outcome.state if outcome is not None else None
     if state is OutcomeState.EXPIRED or (state is None and record.expired):
         error = {"code": "batch_expired", "message": "the batch expired before this request ran"}
-    elif outcome is None or state is OutcomeState.CANCELLED:
+    elif outcome is None or (state is OutcomeState.CANCELLED and outcome.error_message == _BATCH_CANCELLED):
         error = {"code": "batch_cancelled", "message": "the batch was cancelled before this request ran"}
     else:
         status = 200

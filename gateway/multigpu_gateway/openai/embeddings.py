@@ -22,15 +22,15 @@ INPUTS_MAX, TASK_INPUTS = 10_000, 32
 _request = msgspec.json.Decoder(EmbeddingsRequest)
 
 
-async def embeddings(request: Request, connected: ClientPair) -> None:
+async def embeddings(request: Request, pair: ClientPair) -> None:
     """Returns a vector for each input."""
-    await embed(request, connected, await request.json(_request))
+    await embed(request, pair, await request.json(_request))
 
 
-async def embed(request: Request, connected: ClientPair, body: EmbeddingsRequest) -> None:
+async def embed(request: Request, pair: ClientPair, body: EmbeddingsRequest) -> None:
     payloads = _payloads(texts_or_tokens(body.input, "input"))
     options = TaskSettings(request, body.model).options_of_tasks()
-    run = connected.client.run_outcome
+    run = pair.client.run_outcome
     async with request.while_connected():
         if len(payloads) == 1:
             outcomes = [await run(KIND, payloads[0][0], units=payloads[0][1], **next(options))]

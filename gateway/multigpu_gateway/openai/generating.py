@@ -145,28 +145,28 @@ def _chat_logprobs(found: Any) -> dict[str, Any] | None:
     return {"content": [written(each) | {"top_logprobs": [written(o) for o in each.top]} for each in found]}
 
 
-async def chat_completions(request: Request, connected: ClientPair) -> None:
+async def chat_completions(request: Request, pair: ClientPair) -> None:
     """Generates the next message of a conversation."""
     body = await request.json(_chat)
     builder, tasks = ChatResponseBuilder(body), _tasks(request, body.model, chat_payloads(body))
     del body  # frees its texts, of which the payloads have copies: a task may wait long
-    await _respond(request, connected, builder, tasks)
+    await _respond(request, pair, builder, tasks)
 
 
-async def completions(request: Request, connected: ClientPair) -> None:
+async def completions(request: Request, pair: ClientPair) -> None:
     """Continues the text of each prompt."""
     body = await request.json(_completion)
     builder, tasks = CompletionResponseBuilder(body), _tasks(request, body.model, completion_payloads(body))
     del body  # as above
-    await _respond(request, connected, builder, tasks)
+    await _respond(request, pair, builder, tasks)
 
 
 def _tasks(request: Request, model: str, payloads: list[bytes]) -> Tasks:
     return list(zip(payloads, TaskSettings(request, model).options_of_tasks(), strict=False))
 
 
-async def _respond(request: Request, connected: ClientPair, builder: ResponseBuilder, tasks: Tasks) -> None:
-    client = connected.client
+async def _respond(request: Request, pair: ClientPair, builder: ResponseBuilder, tasks: Tasks) -> None:
+    client = pair.client
     if builder.stream:
         await send_events(request, _events(client, tasks, builder), error_event, DONE)
         return

@@ -11,10 +11,10 @@ from multigpu_gateway.http import Request
 PATH = "/v1/models"
 
 
-async def models(request: Request, connected: ClientPair) -> None:
+async def models(request: Request, pair: ClientPair) -> None:
     """Lists the models of the fleet, or returns one."""
     async with request.while_connected():
-        entries = await connected.admin.list_models()
+        entries = await pair.admin.list_models()
     names = sorted({entry.model.name for entry in entries if not entry.model.error})
     wanted = request.path.removeprefix(PATH).removeprefix("/")
     answer: dict[str, Any] = {"object": "list", "data": [_model(name) for name in names]}

@@ -38,25 +38,25 @@ LIST_MAX = 10_000
 _FIELDS_MAX, _FIELD_BYTES_MAX = 16, 1 << 16
 
 
-async def upload(request: Request, connected: ClientPair) -> None:
+async def upload(request: Request, pair: ClientPair) -> None:
     """Stores a file, such as the requests of a batch."""
     if request.path.rstrip("/") != PATH:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
-    with contextlib.closing(_Upload(connected.client, request.header(b"content-type"))) as body:
+    with contextlib.closing(_Upload(pair.client, request.header(b"content-type"))) as body:
         # Before a body is received that may fill the disk: the master checks the token, and has no such task.
-        await connected.client.cancel(body.id)
+        await pair.client.cancel(body.id)
         async for data in request.parts(FILE_BYTES_MAX):
             await body.take(data)
         info = await body.end()
     await request.respond(200, msgspec.json.encode(info.as_dict()))
 
 
-async def get(request: Request, connected: ClientPair) -> None:
+async def get(request: Request, pair: ClientPair) -> None:
     """Lists all files, or returns the metadata or the content of one."""
     file_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if rest not in ("", "content"):
         raise HttpError(NOT_FOUND, f"there is no {request.path}")
-    client = connected.client
+    client = pair.client
     async with request.while_connected():
         if not file_id:
             await _list(request, client)

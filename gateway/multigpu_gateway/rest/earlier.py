@@ -47,9 +47,9 @@ _test = msgspec.json.Decoder(TestRequest)
 SAMPLE_TASKS = 100
 
 
-async def langchain_stats(request: Request, connected: ClientPair) -> None:
+async def langchain_stats(request: Request, pair: ClientPair) -> None:
     """Every GPU and the tasks of the fleet, in the form of LangChain."""
-    workers, stats = await _fleet(connected)
+    workers, stats = await _fleet(pair)
     devices = [
         {
             "index": index,
@@ -70,23 +70,23 @@ async def langchain_stats(request: Request, connected: ClientPair) -> None:
         "devices": devices,
         "total_tasks_completed": stats.succeeded,
         "total_tasks_pending": stats.queued,
-        "avg_time_per_batch_ms": await _batch_ms(connected),
+        "avg_time_per_batch_ms": await _batch_ms(pair),
     }
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def health(request: Request, connected: ClientPair) -> None:
+async def health(request: Request, pair: ClientPair) -> None:
     """How many GPUs take tasks. The status is 503 if none does."""
-    workers, _ = await _fleet(connected)
+    workers, _ = await _fleet(pair)
     usable = sum(map(available, workers))
     status = "unhealthy" if not usable else "healthy" if usable == len(workers) else "degraded"
     answer = {"status": status, "total_gpus": len(workers), "available_gpus": usable}
     await request.respond(200 if usable else UNAVAILABLE, msgspec.json.encode(answer))
 
 
-async def onyx_stats(request: Request, connected: ClientPair) -> None:
+async def onyx_stats(request: Request, pair: ClientPair) -> None:
     """Every GPU, in the form of Onyx."""
-    workers, _ = await _fleet(connected)
+    workers, _ = await _fleet(pair)
     answer = {
         "available_gpus": [index for index, worker in enumerate(workers) if available(worker)],
         "gpu_info": [_gpu(index, worker) for index, worker in enumerate(workers)],
@@ -94,17 +94,17 @@ async def onyx_stats(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def onyx_config(request: Request, connected: ClientPair) -> None:
+async def onyx_config(request: Request, pair: ClientPair) -> None:
     """Which GPUs take tasks, in the form of Onyx."""
-    workers, _ = await _fleet(connected)
+    workers, _ = await _fleet(pair)
     ids = [index for index, worker in enumerate(workers) if available(worker)]
     answer = {"use_multi_gpu": len(ids) > 1, "gpu_ids": ids} | dict.fromkeys(_TRAINING)
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def recommendations(request: Request, connected: ClientPair) -> None:
+async def recommendations(request: Request, pair: ClientPair) -> None:
     """What is wrong with GPUs, and the remedy."""
-    workers, _ = await _fleet(connected)
+    workers, _ = await _fleet(pair)
     found = [
         {"gpu_id": index, "code": reason.code, "message": reason.message}
         for index, worker in enumerate(workers) if worker.health is not None
@@ -113,16 +113,16 @@ async def recommendations(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode({"recommendations": found}))
 
 
-async def gpu_test(request: Request, connected: ClientPair) -> None:
+async def gpu_test(request: Request, pair: ClientPair) -> None:
     """Runs the health check of the GPUs in `gpu_ids`, or of all, one after the other. A lost worker fails it."""
     body = decode(_test, await request.body() or b"{}")
-    chosen = _workers_by_number(await numbered_workers(connected), body.gpu_ids)
+    chosen = _workers_by_number(await numbered_workers(pair), body.gpu_ids)
     tests = []
     async with request.while_connected():
         for index, chosen_worker in chosen.items():
             worker = chosen_worker
             if worker.state is not WorkerState.LOST:
-                worker = await connected.admin.check_worker(worker.worker_id)
+                worker = await pair.admin.check_worker(worker.worker_id)
             tests.append({"gpu_id": index, "worker_id": worker.worker_id, **_test_result(worker)})
     if not tests:
         raise HttpError(UNAVAILABLE, "there is no GPU to test: no worker has connected, or gpu_ids is empty")
@@ -130,19 +130,19 @@ async def gpu_test(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def manage(request: Request, connected: ClientPair) -> None:
+async def manage(request: Request, pair: ClientPair) -> None:
     """Unloads the models of GPUs (`cleanup`), or stops (`cordon`) or resumes (`uncordon`) sending tasks to GPUs."""
     body = decode(_manage, await request.body())
-    chosen = _workers_by_number(await numbered_workers(connected), body.gpu_ids)
+    chosen = _workers_by_number(await numbered_workers(pair), body.gpu_ids)
     done = []
     for index, worker in chosen.items():
         models = worker.resident_models if body.action == "cleanup" else ()
         for model in models:
-            await connected.admin.unload_model(model, [worker.worker_id])
+            await pair.admin.unload_model(model, [worker.worker_id])
         if body.action == "cordon":
-            await connected.admin.cordon_worker(worker.worker_id, reason="POST /multigpu/resources/manage")
+            await pair.admin.cordon_worker(worker.worker_id, reason="POST /multigpu/resources/manage")
         elif body.action == "uncordon":
-            await connected.admin.uncordon_worker(worker.worker_id)
+            await pair.admin.uncordon_worker(worker.worker_id)
         done.append({"gpu_id": index, "worker_id": worker.worker_id, "unloaded_models": list(models)})
     await request.respond(200, msgspec.json.encode({"action": body.action, "gpus": done}))
 
@@ -163,7 +163,7 @@ def _test_result(worker: Worker) -> dict[str, Any]:
     return {"passed": health.state in (HealthState.HEALTHY, HealthState.DEGRADED), "faults": faults}
 
 
-async def gpu_stats(request: Request, connected: ClientPair) -> None:
+async def gpu_stats(request: Request, pair: ClientPair) -> None:
     """One GPU, in the form of Onyx."""
     text = request.path.removeprefix(f"{GPU}/")
     number = text.removesuffix(GPU_STATS)
@@ -171,16 +171,16 @@ async def gpu_stats(request: Request, connected: ClientPair) -> None:
         raise HttpError(NOT_FOUND, f"there is no {request.path}; there is {GPU}/ID{GPU_STATS}")
     if not (number.isascii() and number.isdecimal() and len(number) < 10):
         raise wrong("gpu_id", f"{number!r} is no number of a GPU; /multigpu/stats lists them")
-    workers, _ = await _fleet(connected)
+    workers, _ = await _fleet(pair)
     index = int(number)
     if index >= len(workers):
         raise HttpError(NOT_FOUND, f"there is no GPU {index}; the fleet has {len(workers)}", param="gpu_id")
     await request.respond(200, msgspec.json.encode(_gpu(index, workers[index])))
 
 
-async def resources(request: Request, connected: ClientPair) -> None:
+async def resources(request: Request, pair: ClientPair) -> None:
     """The memory, tasks and models of every GPU."""
-    workers, stats = await _fleet(connected)
+    workers, stats = await _fleet(pair)
     gpus = [
         {"gpu_id": index, "memory_total_bytes": _memory(worker)[0], "memory_used_bytes": _memory(worker)[1],
          "memory_free_bytes": _free(worker), "slots": worker.slots, "active_tasks": worker.leases,
@@ -191,15 +191,15 @@ async def resources(request: Request, connected: ClientPair) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def performance(request: Request, connected: ClientPair) -> None:
+async def performance(request: Request, pair: ClientPair) -> None:
     """Counters of tasks since the master started, the mean utilization of the GPUs, and the mean time of a batch."""
-    workers, stats = await _fleet(connected)
+    workers, stats = await _fleet(pair)
     names = ("submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued")
     used = [each.telemetry.utilization for each in workers if each.telemetry and each.telemetry.utilization is not None]
     answer: dict[str, Any] = {f"tasks_{name}": getattr(stats, name) for name in names}
     answer |= {
         "avg_gpu_utilization": round(100 * sum(used) / len(used), 1) if used else None,
-        "avg_time_per_batch_ms": await _batch_ms(connected),
+        "avg_time_per_batch_ms": await _batch_ms(pair),
     }
     await request.respond(200, msgspec.json.encode(answer))
 
@@ -207,20 +207,20 @@ async def performance(request: Request, connected: ClientPair) -> None:
 GPU_PATHS: Paths = {f"{GPU}/{{gpu_id}}{GPU_STATS}": {"GET": Operation(gpu_stats)}}
 
 
-async def numbered_workers(connected: ClientPair) -> list[Worker]:
+async def numbered_workers(pair: ClientPair) -> list[Worker]:
     """Returns all workers. The number of a GPU is its index here."""
-    workers = await connected.admin.list_workers()
+    workers = await pair.admin.list_workers()
     workers.sort(key=lambda each: (each.host, each.device.pci_bus_id, each.device.name, each.worker_id))
     return workers
 
 
-async def _fleet(connected: ClientPair) -> tuple[list[Worker], Stats]:
-    return await numbered_workers(connected), await connected.admin.stats()
+async def _fleet(pair: ClientPair) -> tuple[list[Worker], Stats]:
+    return await numbered_workers(pair), await pair.admin.stats()
 
 
-async def _batch_ms(connected: ClientPair) -> float | None:
+async def _batch_ms(pair: ClientPair) -> float | None:
     """Returns the mean duration of the batches in which the newest successful tasks ran; None if there are none."""
-    tasks, _ = await connected.client.list_page(page_size=SAMPLE_TASKS, outcomes=[OutcomeState.SUCCEEDED])
+    tasks, _ = await pair.client.list_page(page_size=SAMPLE_TASKS, outcomes=[OutcomeState.SUCCEEDED])
     outcomes = [task.outcome for task in tasks if task.outcome is not None]
     batches = {(each.worker_id, each.start_time, each.finish_time) for each in outcomes}
     times = [1000 * (end - begin).total_seconds() for _, begin, end in batches if begin is not None and end is not None]

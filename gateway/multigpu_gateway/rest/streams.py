@@ -31,19 +31,20 @@ def _error_event(error: HttpError) -> bytes:
     return named_event("error", error_body(error))
 
 
-async def task_events(request: Request, connected: ClientPair, name: TaskName) -> None:
+async def task_events(request: Request, pair: ClientPair, name: TaskName) -> None:
     """Streams the partial outputs of a task after Last-Event-ID, as they arrive, and then its outcome."""
     last = request.header(LAST_EVENT_ID)
     if last and not (last.isascii() and last.isdecimal() and len(last) < 10):
         raise wrong("Last-Event-ID", f"{last!r} is not the id of an event of a task")
     begin = int(last) + 1 if last else 0
-    await send_events(request, _task_events(connected, name, begin), _error_event, b"")
+    await send_events(request, _task_events(pair, name, begin), _error_event, b"")
 
 
-async def _task_events(connected: ClientPair, name: TaskName, begin: int) -> AsyncGenerator[bytes, None]:
-    handle = await connected.client.handle(name)
+async def _task_events(pair: ClientPair, name: TaskName, begin: int) -> AsyncGenerator[bytes, None]:
+    handle = await pair.client.handle(name)
+    yield b""  # the task exists
     index = 0
-    items = handle.follow() if handle.request_id else _ended(connected, handle.id)
+    items = handle.follow() if handle.request_id else _ended(pair, handle.id)
     async with aclosing(items):
         async for item in items:
             if isinstance(item, Outcome):
@@ -56,11 +57,11 @@ async def _task_events(connected: ClientPair, name: TaskName, begin: int) -> Asy
             index += 1
 
 
-async def _ended(connected: ClientPair, task_id: int) -> AsyncGenerator[Any, None]:
+async def _ended(pair: ClientPair, task_id: int) -> AsyncGenerator[Any, None]:
     """Waits for the end of a task, and yields what AsyncTaskHandle.follow would have yielded: a task without a
     request_id can't be followed.
     """
-    while (outcome := (await connected.client.get(task_id, wait_s=WAIT_MAX_S)).outcome) is None:
+    while (outcome := (await pair.client.get(task_id, wait_s=WAIT_MAX_S)).outcome) is None:
         pass
     message = outcome.message
     types = message.partial_content_types or [""] * len(message.partials)
@@ -76,26 +77,29 @@ def _without_partials(outcome: Outcome) -> dict[str, Any]:
     return value
 
 
-async def outcomes(request: Request, connected: ClientPair) -> None:
+async def outcomes(request: Request, pair: ClientPair) -> None:
     """Streams the outcomes of durable tasks after a cursor, without end."""
     query = query_of(request, OutcomesQuery)
     if cursor := request.header(LAST_EVENT_ID):
         query.cursor, query.from_now = cursor, False
     if query.from_now and query.cursor:
         raise wrong("from_now", "it goes without a cursor")
-    await send_events(request, _outcomes(connected, query), _error_event, b"")
+    await send_events(request, _outcomes(pair, query), _error_event, b"")
 
 
-async def _outcomes(connected: ClientPair, query: OutcomesQuery) -> AsyncGenerator[bytes, None]:
+async def _outcomes(pair: ClientPair, query: OutcomesQuery) -> AsyncGenerator[bytes, None]:
     cursor = query.cursor
     if query.from_now:
-        cursor = await connected.client.current_cursor()
+        cursor = await pair.client.current_cursor()
         yield named_event("cursor", {"cursor": cursor}, cursor)
-    watch = connected.client.watch(cursor=cursor, queue=query.queue, kind=query.kind)
+    # AsyncClient.watch yields nothing when the master has accepted the cursor.
+    frames = pair.client._core.watch(cursor, from_now=False, queue=query.queue, kind=query.kind)  # noqa: SLF001
     try:
-        async with aclosing(watch):
-            async for outcome, after in watch:
-                yield named_event("outcome", outcome_dict(outcome), after)
+        async with aclosing(frames):
+            async for frame in frames:
+                yield b""
+                for outcome, after in frame:
+                    yield named_event("outcome", outcome_dict(outcome), after)
     except errors.InvalidTaskError as error:
         raise wrong("cursor", error.message) from error
     except errors.CursorExpiredError as error:

@@ -38,7 +38,7 @@ _tasks = msgspec.json.Decoder(SubmitRequest)
 _shape = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-async def submit(request: Request, connected: ClientPair) -> None:
+async def submit(request: Request, pair: ClientPair) -> None:
     """Submits a task, or many. They run even if the client disconnects before the response."""
     if request.path != PATH:
         raise not_allowed(request.path, "POST", "GET", "DELETE")
@@ -48,7 +48,7 @@ async def submit(request: Request, connected: ClientPair) -> None:
     }
     body = await request.body()
     if "tasks" not in decode(_shape, body):
-        (answer,) = await _submit([decode(_task, body)], settings.key, defaults, connected)
+        (answer,) = await _submit([decode(_task, body)], settings.key, defaults, pair)
         if isinstance(answer, Exception):
             raise answer
         await request.respond(ACCEPTED, msgspec.json.encode(answer))
@@ -59,13 +59,13 @@ async def submit(request: Request, connected: ClientPair) -> None:
             parsed.append(decode(_task, bytes(raw)))
         except HttpError as error:
             parsed.append(error)
-    answers = await _submit(parsed, settings.key, defaults, connected)
+    answers = await _submit(parsed, settings.key, defaults, pair)
     results = [error_body(each) if isinstance(each, HttpError) else each for each in answers]
     await request.respond(ACCEPTED, msgspec.json.encode({"results": results}))
 
 
 async def _submit(
-    parsed: list[TaskRequest | HttpError], key: str, defaults: dict[str, Any], connected: ClientPair
+    parsed: list[TaskRequest | HttpError], key: str, defaults: dict[str, Any], pair: ClientPair
 ) -> list[dict[str, str] | HttpError]:
     """Submits tasks, and returns the ids or the error of each. `key`: if a task has no request_id, that of task 0 is
     KEY and that of task N is KEY:N.
@@ -90,7 +90,7 @@ async def _submit(
         async with limit:
             try:
                 payloads = [item for _, item in items]
-                found: list[Any] = list(await connected.client.submit_many(payloads=payloads, **options))
+                found: list[Any] = list(await pair.client.submit_many(payloads=payloads, **options))
             except errors.RejectedError as error:  # the client rejected a task, and did not send those after it
                 found = list(error.submitted)
                 found += [error] * (len(items) - len(found))
@@ -107,28 +107,28 @@ async def _submit(
     return answers
 
 
-async def get(request: Request, connected: ClientPair) -> None:
+async def get(request: Request, pair: ClientPair) -> None:
     """Responds with a task, a list of tasks, or the events of a task."""
     if request.path == PATH:
-        await list_tasks(request, connected)
+        await list_tasks(request, pair)
         return
     name, events = _named(request)
     if events:
         query_of(request, NoQuery)
-        await task_events(request, connected, name)
+        await task_events(request, pair, name)
     else:
-        await find(request, connected, name)
+        await find(request, pair, name)
 
 
-async def find(request: Request, connected: ClientPair, name: TaskName) -> None:
+async def find(request: Request, pair: ClientPair, name: TaskName) -> None:
     """A task: its state, progress, and outcome with result. `wait`: seconds to wait for its end."""
     query = query_of(request, GetQuery)
     async with request.while_connected():
-        found = await connected.client.get(name, wait_s=query.wait)
+        found = await pair.client.get(name, wait_s=query.wait)
     await request.respond(200, msgspec.json.encode(as_dict(found)))
 
 
-async def cancel(request: Request, connected: ClientPair) -> None:
+async def cancel(request: Request, pair: ClientPair) -> None:
     """Cancels a task. A task that has ended stays as it is."""
     if request.path == PATH:
         raise not_allowed(PATH, "DELETE", "GET", "POST")
@@ -136,19 +136,19 @@ async def cancel(request: Request, connected: ClientPair) -> None:
     if events:
         raise not_allowed(request.path, "DELETE", "GET")
     reason = query_of(request, CancelQuery).reason
-    found = await connected.client.cancel(name, reason=reason)
+    found = await pair.client.cancel(name, reason=reason)
     if found.unknown:
         raise HttpError(NOT_FOUND, f"the master knows no task {name}")
     await request.respond(200, msgspec.json.encode({"cancelled": bool(found.cancelled_task_ids)}))
 
 
-async def list_tasks(request: Request, connected: ClientPair) -> None:
+async def list_tasks(request: Request, pair: ClientPair) -> None:
     """Tasks without results, the newest first."""
     query = query_of(request, ListQuery)
     filters = query.filters()
     async with request.while_connected():
         try:
-            tasks, token = await connected.client.list_page(
+            tasks, token = await pair.client.list_page(
                 page_size=query.limit, page_token=query.page_token, oldest_first=query.oldest_first, **filters
             )
         except errors.RejectedError as error:

@@ -2,11 +2,12 @@
 
 import re
 import secrets
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from multigpu import Task, TaskState
+from multigpu import NotFoundError, Task, TaskState
 from multigpu._kinds.finetuning import Finetune
 from multigpu._kinds.job_history import History, by_step
 from multigpu._kinds.training import KIND
@@ -66,7 +67,7 @@ _request = msgspec.json.Decoder(TrainingRequest)
 _config = msgspec.json.Decoder(TrainingConfig)
 
 
-async def train(request: Request, connected: ClientPair) -> None:
+async def train(request: Request, pair: ClientPair) -> None:
     """Starts a job that fine-tunes a model on texts."""
     kind = request.path.rpartition("/")[2]
     body = decode(_request, await request.body())
@@ -74,7 +75,7 @@ async def train(request: Request, connected: ClientPair) -> None:
     if body.training_type not in (None, kind):
         raise wrong("training_type", f"it is {body.training_type!r}, and the route {request.path}")
     _check(config)
-    workers = await numbered_workers(connected)
+    workers = await numbered_workers(pair)
     trainers = [each for each in workers if available(each) and any(c.kind == KIND for c in each.capabilities)]
     alone = kind == "dataparallel" or not config.use_multi_gpu
     world_size = body.world_size or (1 if alone else max(1, len(trainers)))
@@ -92,30 +93,29 @@ async def train(request: Request, connected: ClientPair) -> None:
         "memory_fraction": config.memory_fraction,
     }
     try:
-        handle = await connected.client.finetune(
-            body.model_name, body.dataset_config.texts, name=_name(body), **options
-        )
+        handle = await pair.client.finetune(body.model_name, body.dataset_config.texts, name=_name(body), **options)
     except ValueError as error:
         raise wrong("training_config", str(error)) from error
     answer = {"status": "started", "job": handle.request_id, "task_id": str(handle.id), "training_type": kind}
     await request.respond(ACCEPTED, msgspec.json.encode(answer | {"world_size": world_size, "strategy": strategy}))
 
 
-async def configure(request: Request, connected: ClientPair) -> None:
+async def configure(request: Request, pair: ClientPair) -> None:
     """Checks settings, and returns them with the defaults. Nothing is stored: send them as `training_config`."""
-    del connected
+    del pair
     config = decode(_config, await request.body())
     _check(config)
     await request.respond(200, msgspec.json.encode({"training_config": config}))
 
 
-async def history(request: Request, connected: ClientPair) -> None:
+async def history(request: Request, pair: ClientPair) -> None:
     """Jobs, the newest first: settings, curves, device hours, energy, and advice from measurements."""
     limit = query_of(request, HistoryQuery).limit
     jobs: dict[str, dict[str, Any]] = {}
-    async for listed in connected.client.list_tasks(kind=KIND):
+    async for listed in pair.client.list_tasks(kind=KIND):
         if listed.request_id not in jobs:  # a job that was resumed has several tasks
-            jobs[listed.request_id] = _job(await connected.client.get(listed.task_id))
+            with suppress(NotFoundError):  # the master has forgotten the task since it was listed
+                jobs[listed.request_id] = _job(await pair.client.get(listed.task_id))
         if len(jobs) == limit:
             break
     await request.respond(200, msgspec.json.encode({"jobs": [*jobs.values()]}))

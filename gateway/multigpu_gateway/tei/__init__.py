@@ -103,12 +103,12 @@ async def _run(operation: OperationFunction, call: Call, body: bytes) -> Answer:
     return await operation(call, decode_body(decoder, body))
 
 
-async def _respond(operation: OperationFunction, request: Request, connected: ClientPair, model: str) -> None:
+async def _respond(operation: OperationFunction, request: Request, pair: ClientPair, model: str) -> None:
     """Responds with the result of an operation. Raises HttpError with TEI's statuses."""
     begun_at = time.perf_counter()
     try:
         body = await request.body()
-        call = Call(request, connected, request.header(MODEL) or model)
+        call = Call(request, pair, request.header(MODEL) or model)
         async with request.while_connected():
             answer = await _run(operation, call, body)
     except Exception as error:
@@ -123,7 +123,7 @@ async def _respond(operation: OperationFunction, request: Request, connected: Cl
     await request.respond(200, msgspec.json.encode(answer.value), headers=headers)
 
 
-async def _below(request: Request, connected: ClientPair) -> None:
+async def _below(request: Request, pair: ClientPair) -> None:
     """Serves /tei/MODEL and all paths below it. A model's name may contain slashes."""
     path = request.path.removeprefix(PREFIX).strip("/")
     if not path:
@@ -131,7 +131,7 @@ async def _below(request: Request, connected: ClientPair) -> None:
     if (model := path.removesuffix(OPENAI_PATH)) != path:
         if request.method != "POST":
             raise not_allowed(request.path, request.method, "POST")
-        await _openai_embeddings(request, connected, model)
+        await _openai_embeddings(request, pair, model)
         return
     model, _, name = path.rpartition("/")
     if not model or name not in OPERATIONS:
@@ -140,15 +140,15 @@ async def _below(request: Request, connected: ClientPair) -> None:
     operation = methods.get("GET" if request.method == "HEAD" else request.method)
     if operation is None:
         raise not_allowed(request.path, request.method, *methods)
-    await _respond(operation, request, connected, model)
+    await _respond(operation, request, pair, model)
 
 
-async def _openai_embeddings(request: Request, connected: ClientPair, model: str) -> None:
+async def _openai_embeddings(request: Request, pair: ClientPair, model: str) -> None:
     """Returns a vector for each input, in OpenAI's format. The path names the model."""
     try:
         parsed = await request.json(_openai_request)
         parsed.model = model
-        await openai_embed(request, connected, parsed)
+        await openai_embed(request, pair, parsed)
     except Exception as error:
         failure = as_tei(http_error(error))
         if request.responded:
@@ -158,8 +158,8 @@ async def _openai_embeddings(request: Request, connected: ClientPair, model: str
 
 
 def _at_root(operation: OperationFunction) -> Serve:
-    async def serve(request: Request, connected: ClientPair) -> None:
-        await _respond(operation, request, connected, "")
+    async def serve(request: Request, pair: ClientPair) -> None:
+        await _respond(operation, request, pair, "")
 
     return serve
 

@@ -47,13 +47,13 @@ class Call:
     """A request over HTTP or gRPC. `model`: the option of its tasks; "": the workers' default model."""
 
     request: tasks.Call
-    connected: ClientPair
+    pair: ClientPair
     model: str
 
     async def run(self, kind: str, payloads: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """Runs a task for each (payload, number of inputs) concurrently. Returns their results."""
         options = tasks.TaskSettings(self.request, self.model).options_of_tasks()
-        run = self.connected.client.run
+        run = self.pair.client.run
         each = zip(payloads, options, strict=False)
         try:
             return await tasks.gather_or_cancel(
@@ -67,7 +67,7 @@ class Call:
     async def find_model(self) -> Model | None:
         """Returns the model that `model` names. None if no worker offers it without an error."""
         name, _, version = self.model.partition(":")
-        models = [entry.model for entry in await self.connected.admin.list_models(name)]
+        models = [entry.model for entry in await self.pair.admin.list_models(name)]
         served = (each for each in models if not each.error)
         return next((each for each in served if each.version == version or (each.current and not version)), None)
 

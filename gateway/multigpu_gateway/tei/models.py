@@ -58,7 +58,7 @@ async def health(call: Call) -> Answer:
     (health checks often send none), the model is not checked. Raises HttpError if a check fails.
     """
     name, _, _ = call.model.partition(":")
-    admin = call.connected.admin
+    admin = call.pair.admin
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             entries, workers = await admin.list_models(name), await admin.list_workers()
@@ -89,7 +89,7 @@ def _unknown(model: str) -> HttpError:
 
 
 async def _only_embedding_model(call: Call) -> Model:
-    entries = await call.connected.admin.list_models()
+    entries = await call.pair.admin.list_models()
     models = {each.model.name: each.model for each in entries if not each.model.error and each.model.kind == "embed"}
     if len(models) != 1:
         message = f"the fleet has {len(models)} models to embed: name one in X-Multigpu-Model, or GET /tei/MODEL/info"

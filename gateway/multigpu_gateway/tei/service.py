@@ -39,9 +39,9 @@ class Method:
     body_of: Callable[[Any], Any]
     response: Callable[[Any], Any]
 
-    async def __call__(self, request: Message, connected: ClientPair, grpc_call: GrpcCall) -> Message:
+    async def __call__(self, request: Message, pair: ClientPair, grpc_call: GrpcCall) -> Message:
         begun_ns = time.perf_counter_ns()
-        call = Call(grpc_call, connected, grpc_call.header(MODEL))
+        call = Call(grpc_call, pair, grpc_call.header(MODEL))
         answer = await self.run(call, self.body_of(request))
         response = self.response(answer.value)
         if answer.characters is not None:
@@ -155,7 +155,7 @@ async def _not_served(_request: Message, _connected: ClientPair, _call: GrpcCall
     raise HttpError(NOT_IMPLEMENTED, "sparse vectors are not served: Embed and EmbedAll are; docs/compatibility.md")
 
 
-async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, connected: ClientPair) -> Message:
+async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, pair: ClientPair) -> Message:
     """Responds once, for the texts of all requests of the stream. Raises HttpError if they are too many or too large,
     or if the requests have different queries.
     """
@@ -173,4 +173,4 @@ async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, connect
         whole.truncation_direction = max(whole.truncation_direction, request.truncation_direction)
         whole.texts.append(request.text)
         check_count(len(whole.texts), "texts")
-    return await RERANK(whole, connected, calls.call_of(context))
+    return await RERANK(whole, pair, calls.call_of(context))

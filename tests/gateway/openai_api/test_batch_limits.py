@@ -38,13 +38,13 @@ def gateway(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-async def connected(fleet: Fleet) -> AsyncIterator[ClientPair]:
+async def pair(fleet: Fleet) -> AsyncIterator[ClientPair]:
     found = ClientPair({"master": fleet.address}, "")
     yield found
     await found.close()
 
 
-async def call(serve: Serve, connected: ClientPair, method: str, path: str, body: Any = None) -> Any:
+async def call(serve: Serve, pair: ClientPair, method: str, path: str, body: Any = None) -> Any:
     """What a route answers in this process."""
     sent: list[Any] = []
     arriving: asyncio.Queue[Any] = asyncio.Queue()
@@ -54,17 +54,17 @@ async def call(serve: Serve, connected: ClientPair, method: str, path: str, body
         sent.append(message)
 
     scope = {"method": method, "path": path, "query_string": b"", "headers": []}
-    await serve(Request(scope, arriving.get, send, body_bytes_max=1 << 20, timeout_s=60), connected)
+    await serve(Request(scope, arriving.get, send, body_bytes_max=1 << 20, timeout_s=60), pair)
     assert sent[0]["status"] == 200
     return json.loads(b"".join(each.get("body", b"") for each in sent[1:]))
 
 
-async def keep(connected: ClientPair, name: str, *chunks: bytes) -> files.FileInfo:
+async def keep(pair: ClientPair, name: str, *chunks: bytes) -> files.FileInfo:
     """A file of these chunks."""
     for number, chunk in enumerate(chunks):
-        await files.store(connected.client, f"{name}:{number}", chunk)
+        await files.store(pair.client, f"{name}:{number}", chunk)
     info = files.FileInfo(name, sum(map(len, chunks)), int(time.time()), "lines.jsonl", "batch", len(chunks))
-    await files.store(connected.client, name, msgspec.json.encode(info))
+    await files.store(pair.client, name, msgspec.json.encode(info))
     return info
 
 
@@ -82,13 +82,13 @@ def test_a_batch_for_a_full_queue_goes_on_when_it_is_looked_at(client: openai.Op
 
 @pytest.mark.parametrize("before", [2, 3])
 async def test_no_line_runs_that_is_submitted_while_its_batch_is_cancelled(
-    connected: ClientPair, monkeypatch: pytest.MonkeyPatch, before: int
+    pair: ClientPair, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """`before`: the submit that the cancellation comes in before; the third is the last."""
-    client = connected.client
+    client = pair.client
     monkeypatch.setattr(batches, "_SUBMIT_LINES", 2)
     lines = [json.dumps(line(number, model="nobody")).encode() for number in range(6)]
-    file = await keep(connected, f"file-cancelled-{before}", b"\n".join(lines))
+    file = await keep(pair, f"file-cancelled-{before}", b"\n".join(lines))
     record = batches.Record(f"batch_cancelled-{before}", file.id, EMBEDDINGS, "24h", int(time.time()), len(lines))
     await files.store(client, record.id, msgspec.json.encode(record), batches.QUEUE)
     submit_many = client.submit_many
@@ -99,11 +99,11 @@ async def test_no_line_runs_that_is_submitted_while_its_batch_is_cancelled(
         if kind == "embed":  # `submit`, which stores the mark of the cancellation, calls it too
             submits += 1
             if submits == before:
-                await call(batches.post, connected, "POST", f"{batches.PATH}/{record.id}/cancel")
+                await call(batches.post, pair, "POST", f"{batches.PATH}/{record.id}/cancel")
         return await submit_many(kind, *args, **options)
 
     monkeypatch.setattr(client, "submit_many", cancelled_meanwhile)
-    batch = await call(batches.get, connected, "GET", f"{batches.PATH}/{record.id}")
+    batch = await call(batches.get, pair, "GET", f"{batches.PATH}/{record.id}")
     assert submits == before
     assert batch["status"] == "cancelled"
     counts = await client.count(queue=record.id)
@@ -115,10 +115,10 @@ async def test_no_line_runs_that_is_submitted_while_its_batch_is_cancelled(
     [(serving_files.get, files.PATH, files.QUEUE), (batches.get, batches.PATH, batches.QUEUE)],
 )
 async def test_entries_that_cannot_be_read_do_not_spoil_a_list(
-    connected: ClientPair, monkeypatch: pytest.MonkeyPatch, serve: Serve, path: str, queue: str
+    pair: ClientPair, monkeypatch: pytest.MonkeyPatch, serve: Serve, path: str, queue: str
 ) -> None:
-    client = connected.client
-    file = await keep(connected, f"file-{queue}", b"x")
+    client = pair.client
+    file = await keep(pair, f"file-{queue}", b"x")
     record = batches.Record(f"batch_{queue}", file.id, EMBEDDINGS, "24h", int(time.time()), 1)
     await files.store(client, record.id, msgspec.json.encode(record), batches.QUEUE)
     for name in (file.id, record.id):
@@ -133,7 +133,7 @@ async def test_entries_that_cannot_be_read_do_not_spoil_a_list(
     monkeypatch.setattr(files, "READ_TIMEOUT_S", 0.1)
     monkeypatch.setattr(serving_files, "READ_TIMEOUT_S", 0.1)
     try:
-        listed = await call(serve, connected, "GET", path)
+        listed = await call(serve, pair, "GET", path)
     finally:
         await waiting[1].cancel()
     assert {file.id, record.id} & {each["id"] for each in listed["data"]}
@@ -147,18 +147,18 @@ def test_a_line_has_a_limit(client: openai.OpenAI) -> None:
     assert caught.value.param == "input_file_id"
 
 
-async def test_lines_are_found_across_chunks(connected: ClientPair) -> None:
-    file = await keep(connected, "file-chunks", b"a", b"b\n\n \nc", b"d", b"e\n", b"fgh", b"i")
-    assert [each async for each in files.lines(connected.client, file, 4)] == [b"ab", b"cde", b"fghi"]
-    lines = files.lines(connected.client, file, 3)
+async def test_lines_are_found_across_chunks(pair: ClientPair) -> None:
+    file = await keep(pair, "file-chunks", b"a", b"b\n\n \nc", b"d", b"e\n", b"fgh", b"i")
+    assert [each async for each in files.lines(pair.client, file, 4)] == [b"ab", b"cde", b"fghi"]
+    lines = files.lines(pair.client, file, 3)
     assert [await anext(lines), await anext(lines)] == [b"ab", b"cde"]
     with pytest.raises(HttpError, match="line 3 of the file: it has more than 3 bytes"):
         await anext(lines)
 
 
-async def test_other_tasks_run_while_lines_are_read(connected: ClientPair) -> None:
+async def test_other_tasks_run_while_lines_are_read(pair: ClientPair) -> None:
     """A chunk is in memory, and its lines are not all taken at once."""
-    file = await keep(connected, "file-turns", b"line\n" * 100_000)
+    file = await keep(pair, "file-turns", b"line\n" * 100_000)
     turns = 0
 
     async def count() -> None:
@@ -167,7 +167,7 @@ async def test_other_tasks_run_while_lines_are_read(connected: ClientPair) -> No
             turns += 1
             await asyncio.sleep(0)
 
-    lines = files.lines(connected.client, file, 10)
+    lines = files.lines(pair.client, file, 10)
     await anext(lines)
     counting = asyncio.get_running_loop().create_task(count())
     assert sum([1 async for _ in lines]) == 99_999
@@ -179,19 +179,19 @@ async def test_a_batch_is_made_once_though_the_master_goes_away(
     client: openai.OpenAI, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller learns its id: by sending the request again it would make another one."""
-    connected = ClientPair({"master": fleet.address, "connect_timeout_s": 1.0}, "")
-    submit_many = connected.client.submit_many
+    pair = ClientPair({"master": fleet.address, "connect_timeout_s": 1.0}, "")
+    submit_many = pair.client.submit_many
 
     async def without_master(kind: str, *args: Any, **options: Any) -> Any:
         if kind == "embed":
             fleet.master.kill()
         return await submit_many(kind, *args, **options)
 
-    monkeypatch.setattr(connected.client, "submit_many", without_master)
+    monkeypatch.setattr(pair.client, "submit_many", without_master)
     file_id = await asyncio.to_thread(upload, client, [line(1)])
     body = {"input_file_id": file_id, "endpoint": EMBEDDINGS}
-    batch = await call(batches.post, connected, "POST", batches.PATH, body)
-    await connected.close()
+    batch = await call(batches.post, pair, "POST", batches.PATH, body)
+    await pair.close()
     assert (batch["status"], batch["request_counts"]["total"]) == ("validating", 1)
     await asyncio.to_thread(fleet.restart_master)
     await asyncio.to_thread(fleet.wait_for_workers, "w0")

@@ -193,6 +193,21 @@ def test_a_batch_can_be_cancelled(client: openai.OpenAI, fleet: Fleet) -> None:
     assert {(each["response"], each["error"]["code"]) for each in errors} == {(None, "batch_cancelled")}
 
 
+def test_a_batch_completes_though_a_task_of_it_was_cancelled(client: openai.OpenAI, fleet: Fleet) -> None:
+    url: Any = "/v1/chat/completions"
+    long = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+    file_id = upload(client, [line(number, url, **long) for number in range(200)])
+    batch = client.batches.create(input_file_id=file_id, endpoint=url, completion_window="24h")
+    with fleet.client() as own:
+        own.cancel(f"{batch.id}:200", reason="an operator did it")
+    batch = ended(client, batch.id)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 199, 1)
+    (error,) = written(client, batch.error_file_id)
+    assert (error["custom_id"], error["error"]) == ("line-199", None)
+    assert (error["response"]["status_code"], error["response"]["body"]["error"]["code"]) == (409, "cancelled")
+    assert client.batches.cancel(batch.id).status == "completed"  # it has ended
+
+
 def test_a_retry_with_the_same_key_is_the_same_batch(client: openai.OpenAI) -> None:
     file_id = upload(client, [line(1)])
     options: Any = {"input_file_id": file_id, "endpoint": EMBEDDINGS, "completion_window": "24h"}

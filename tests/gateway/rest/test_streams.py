@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from multigpu_gateway.http import HEARTBEAT_S
 
 from tests.fleet import Fleet
 from tests.gateway.conftest import GatewayProcess
@@ -169,6 +171,13 @@ def test_outcomes_from_now_begin_with_a_cursor(gateway: GatewayProcess) -> None:
         assert next(found).data["task_id"] == task_id
 
 
+def test_a_stream_without_outcomes_begins_at_once(gateway: GatewayProcess) -> None:
+    begun = time.monotonic()
+    with events(gateway, "/v1/outcomes?queue=nobody"):
+        assert time.monotonic() - begun < HEARTBEAT_S / 2
+    assert gateway.call("HEAD", "/v1/outcomes?queue=nobody")[0].status == 200
+
+
 def test_a_cursor_of_another_journal_is_gone(gateway: GatewayProcess) -> None:
     response, body = gateway.call("GET", "/v1/outcomes?cursor=w.0123456789abcdef.5")
     assert (response.status, body["error"]["code"], body["error"]["field"]) == (410, "cursor_expired", "cursor")
@@ -195,3 +204,4 @@ def test_a_wrong_stream_is_rejected(
 ) -> None:
     response, body = gateway.call("GET", path, headers={"Last-Event-ID": last} if last else {})
     assert (response.status, body["error"].get("field")) == (status, field), body
+    assert gateway.call("HEAD", path, headers={"Last-Event-ID": last} if last else {})[0].status == status
