@@ -190,6 +190,15 @@ def test_no_timer_is_asked_when_it_is_due() -> None:
     assert not asked, asked
 
 
+def test_no_simple_queue_is_read_with_a_timeout() -> None:
+    """Python 3.11's and 3.12's wait for ever if the thread is suspended while the time passes. The journal did, with
+    entries to write, on a host with more processes than cores.
+    """
+    read = re.compile(r"\.get\([^)]*timeout")
+    texts = [(path, path.read_text("utf-8")) for path in product_sources()]
+    assert [relative(path) for path, text in texts if "SimpleQueue" in text and read.search(text)] == []
+
+
 def test_only_engines_import_torch() -> None:
     may = {PACKAGES["multigpu_worker"] / name for name in ("engines", "baselines", "energy/torch_model.py")}
     paths = PACKAGES["multigpu_worker"].rglob("*.py")

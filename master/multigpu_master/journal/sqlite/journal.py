@@ -55,7 +55,7 @@ class SqliteJournal(JournalReads):
         self._dedupe_window_s = dedupe_window_s
         self._size_max_bytes = size_max_bytes
         self._reserve = Reserve(path, size_max_bytes)
-        self._queue: queue.SimpleQueue[Sequence[Entry]] = queue.SimpleQueue()
+        self._queue: queue.Queue[Sequence[Entry]] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
         # Only the journal's thread changes the following fields, once it runs.
@@ -194,13 +194,12 @@ class SqliteJournal(JournalReads):
 
     def _receive(self) -> None:
         """Moves entries from the queue to `_pending`. If none can be written, waits for entries or the next sweep."""
-        if self._pending and not self._stuck:
-            at_s = 0.0
-        else:
+        timeout_s = 0.0
+        if not self._pending or self._stuck:
             at_s = self._sweep_at_s if self._full is None else min(self._sweep_at_s, self._retry_at_s)
-        timeout_s = at_s - time.monotonic()
+            timeout_s = max(at_s - time.monotonic(), 0.0)
         try:
-            received = [*self._queue.get(timeout=max(timeout_s, 0.0001)), *self._rest()]
+            received = [*self._queue.get(timeout=timeout_s), *self._rest()]
         except queue.Empty:
             return
         if any(entry is _CLOSE for entry in received):

@@ -101,7 +101,7 @@ class Server:
 
     def events(self, path: str, body: dict[str, Any], cancelled: Cancelled) -> Iterator[dict[str, Any]]:
         """The server-sent events that answer a request. UnavailableError, if they end before their end mark."""
-        lines: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+        lines: queue.Queue[str | Exception] = queue.Queue()
         running = asyncio.run_coroutine_threadsafe(self._read_lines(path, body, lines), self._loop)
         try:
             while True:
@@ -126,7 +126,7 @@ class Server:
         finally:
             running.cancel()
 
-    async def _read_lines(self, path: str, body: dict[str, Any], lines: "queue.SimpleQueue[str | Exception]") -> None:
+    async def _read_lines(self, path: str, body: dict[str, Any], lines: "queue.Queue[str | Exception]") -> None:
         """Runs on the event loop's thread. The last entry is an exception or the end mark."""
         try:
             async with self._client.stream("POST", path, json=body) as answer:

@@ -59,7 +59,7 @@ class Streams:
         reporter, item = sequence.reporter, sequence.item
         reporter.begin(item)
         known = list(sequence.generated) if sequence.request.json_schema else []
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        events: queue.Queue[Event] = queue.Queue()
         running = asyncio.run_coroutine_threadsafe(self._pass_on(self._body(sequence, known), events), self._loop)
         ended = False  # by vLLM
         try:
@@ -111,7 +111,7 @@ class Streams:
             "vLLM ended the answer before its end" if event is None else f"{type(event).__name__}: {event}"
         )
 
-    async def _pass_on(self, body: dict[str, Any], events: "queue.SimpleQueue[Event]") -> None:
+    async def _pass_on(self, body: dict[str, Any], events: "queue.Queue[Event]") -> None:
         try:
             async for event in self._events(body):
                 events.put(event)
