@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from multigpu_worker.processes import load_watch
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.charge import DEATHS_MAX
 from multigpu_worker.processes.blame.evidence import Evidence
@@ -315,3 +316,11 @@ def test_a_process_that_is_unloaded_during_a_self_test_says_so() -> None:
     )  # fmt: skip
     EngineProcess._died(process, Death(returncode=0, slots=[]))
     assert causes == ["it was unloaded"]
+
+
+def test_a_load_that_was_suspended_with_the_worker_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_watch, "_cpu_ticks", lambda _: 7)
+    monkeypatch.setattr(load_watch, "members", lambda pid: [(pid, "S")])
+    watch = load_watch.LoadWatch(60.0)
+    told = [watch.stuck([1], now_s) for now_s in (0.0, 100.0, 100.1, 140.0, 159.0, 161.0)]
+    assert told == [False] * 5 + [True]
