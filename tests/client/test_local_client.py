@@ -12,8 +12,8 @@ import multigpu
 import numpy as np
 import pytest
 from multigpu._handling.attempts import Item
-from multigpu._handling.engine import WrongResultTypeError, _drive_async
-from multigpu.testing import AsyncLocalClient, LocalClient
+from multigpu._handling.engine import HandlerEngine, WrongResultTypeError, _drive_async
+from multigpu.testing import AsyncLocalClient, LocalClient, _master
 from multigpu.testing._tasks import LocalReporter
 
 from tests.waiting import until
@@ -50,6 +50,14 @@ def count(up_to: int) -> Iterator[int]:
         yield number
         if number == 1 and multigpu.context().attempt == 1:
             raise OSError("once")
+
+
+@multigpu.handler("local.alone", concurrency=1)
+def alone(number: int) -> int:
+    SEEN.append(("begin", number))
+    time.sleep(0.5)
+    SEEN.append(("end", number))
+    return number
 
 
 @multigpu.handler("local.wait")
@@ -270,3 +278,19 @@ def test_a_missing_typeguard_names_its_extra(client: LocalClient, monkeypatch: p
     monkeypatch.setitem(sys.modules, "typeguard", None)
     with pytest.raises(ImportError, match=r"typeguard, which is not installed; run `pip .*multigpu\[testing\]"):
         client.run("local.area", "3")
+
+
+def test_the_concurrency_of_a_handler_holds_for_its_first_tasks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots made an engine each, because neither had yet."""
+    both = threading.Barrier(2)
+
+    def engine_of(handler: Any, instances: Any) -> Any:
+        if both.wait(10):
+            until(lambda: SEEN, what="the first task to begin, before this slot has its engine")
+        return HandlerEngine(handler, instances)
+
+    monkeypatch.setattr(_master, "engine_of", engine_of)
+    SEEN.clear()
+    with LocalClient(slots=2) as client:
+        assert list(client.map("local.alone", range(2))) == [0, 1]
+    assert [what for what, _ in SEEN] == ["begin", "end"] * 2

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -225,6 +226,25 @@ def test_silent_metrics_connections_are_limited_and_end(monkeypatch: pytest.Monk
             assert silent.recv(1) == b"", "it is closed: there are too many"
             until(lambda: threading.active_count() <= threads, what="the end of the silent ones")
             assert b"mgpu_settled_total" in urllib.request.urlopen(url, timeout=10).read()
+    finally:
+        server.close()
+
+
+def test_connections_for_which_there_is_no_thread_do_not_count_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a minute in which the host could start no thread, the endpoint closed every connection."""
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = serve_prometheus("127.0.0.1:0", lambda: METRICS)
+    try:
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(socketserver.ThreadingMixIn, "process_request", no_thread)
+            for _ in range(metrics_server.CONNECTIONS_MAX):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+                    assert connection.recv(1) == b""
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        assert b"mgpu_settled_total" in urllib.request.urlopen(url, timeout=10).read()
     finally:
         server.close()
 

@@ -11,6 +11,7 @@ written once.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
 import threading
 import time
@@ -24,6 +25,7 @@ from multigpu._calls.timeouts import CANCELLED, timeout_error, within
 from multigpu._transport.call import Answer, Call
 from multigpu._transport.loop_thread import LoopThread
 from multigpu._transport.run_stream import RunStream
+from multigpu.errors import ClientClosedError
 from multigpu.outcome import Outcome
 
 CHUNK_TASKS = 256
@@ -370,5 +372,5 @@ class SyncMap:
         self._left = True
         for starting in self._starting:
             starting.cancel()
-        if not self._thread.loop.is_closed():
-            self._thread.loop.call_soon_threadsafe(self._stream.withdraw_where, self._buffer.owns)
+        with contextlib.suppress(ClientClosedError):
+            self._thread.call(self._stream.withdraw_where, self._buffer.owns)

@@ -244,8 +244,8 @@ class LocalMaster:
     def _work(self, handler: Handler, batch: Batch, reporter: LocalReporter) -> None:
         """On the slot's thread."""
         try:
-            if handler not in self._engines:
-                self._engines[handler] = engine_of(handler, self._instances), threading.Lock()
+            if handler not in self._engines:  # or another slot makes it too: the first counts
+                self._engines.setdefault(handler, (engine_of(handler, self._instances), threading.Lock()))
             engine, together = self._engines[handler]
             with contextlib.nullcontext() if engine.one_by_one else together:
                 engine.run(batch, engine.prepare(batch), reporter)

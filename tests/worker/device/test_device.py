@@ -328,6 +328,23 @@ async def test_an_error_while_energy_is_read_does_not_end_the_samples() -> None:
         sampler.stop()
 
 
+def test_energy_that_is_read_while_the_work_ends_is_forgotten() -> None:
+    """The next task got the energy of the idle device, up to its begin."""
+
+    class Ends(BlockingDevice):
+        def energy_joules(self) -> float | None:
+            if self.joules >= 20.0:
+                sampler.end_work()
+            return super().energy_joules()
+
+    sampler = Sampler(Ends())
+    sampler.meter = EnergyMeter(EnergyMethod.COUNTER)
+    sampler.running = 1
+    for _ in range(3):
+        sampler._read_energy()
+    assert sampler.meter._readings[0] == []
+
+
 def test_a_stats_file_has_whole_lines_and_a_limited_size(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "stats.jsonl"
 

@@ -1,11 +1,13 @@
 """Limits and charges as values: when an engine must be ended, and which leases are charged for its end."""
 
 import signal
+import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from multigpu_worker.processes import load_watch
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.charge import DEATHS_MAX
 from multigpu_worker.processes.blame.evidence import Evidence
@@ -86,6 +88,56 @@ def test_a_pause_in_which_the_engine_is_not_read_does_not_count_as_time_without_
     EngineProcess.pause(process, paused=False)
     assert check(process._limits, 60, slots, running) == ""
     assert check(process._limits, 61, slots, running) == "NoProgress"
+
+
+def test_time_in_which_the_worker_is_suspended_does_not_count_as_time_without_progress() -> None:
+    """The engine was suspended with it, as by `docker pause`: it was ended in the first check afterwards."""
+    made, running, slots = limits(progress_timeout_s=1), batch(1, [1], one_by_one=True), [state(1, 1)]
+    assert check(made, 0, slots, running) == ""
+    assert check(made, 60, slots, running) == ""
+    assert check(made, 60.9, slots, running) == ""
+    assert check(made, 61, slots, running) == "NoProgress"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of the agent, which a test sets."""
+    made = SimpleNamespace(now_ns=0)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: made.now_ns)
+    return made
+
+
+def process_of(running: EngineBatch, child: object) -> Any:
+    return SimpleNamespace(
+        child=child, ready=True, batches=by_id([running]), settings=SimpleNamespace(memory_bytes=0),
+        inside=lambda: set(running.leases), send=lambda *_: None,
+        _limits=limits(), _evidence=SimpleNamespace(violation=None), _cancelled_ns={},
+    )  # fmt: skip
+
+
+def test_a_worker_that_is_suspended_while_it_checks_its_engine_does_not_end_it(clock: SimpleNamespace) -> None:
+    """The engine went on with other tasks. The age of the one that was seen counted up to the end of the suspension."""
+
+    def sample() -> list[SlotState]:
+        clock.now_ns += 10 * SECOND
+        return [state(1, 1)]
+
+    kills: list[str] = []
+    page = SimpleNamespace(sample=sample)
+    child = SimpleNamespace(ready=True, page=page, kill=lambda: kills.append("killed"))
+    process = process_of(batch(1, [1, 2], one_by_one=True, run_timeout_s=2), child)
+    EngineProcess.check(process, memory=False)
+    assert not kills
+    EngineProcess.check(process, memory=False)
+    assert kills
+
+
+def test_the_grace_period_of_a_cancelled_lease_begins_when_the_engine_is_told(clock: SimpleNamespace) -> None:
+    """A worker that was suspended before it sent the cancellation ended the engine at once."""
+    process = process_of(batch(1, [1], one_by_one=True), None)
+    process.send = lambda *_: setattr(clock, "now_ns", 10 * SECOND)
+    EngineProcess.cancel(process, [Lease(1, 1, 1, Spec(kind="k"), b"")])
+    assert process._cancelled_ns == {1: 10 * SECOND}
 
 
 def test_cancelled_leases_have_a_grace_period() -> None:
@@ -264,3 +316,11 @@ def test_a_process_that_is_unloaded_during_a_self_test_says_so() -> None:
     )  # fmt: skip
     EngineProcess._died(process, Death(returncode=0, slots=[]))
     assert causes == ["it was unloaded"]
+
+
+def test_a_load_that_was_suspended_with_the_worker_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_watch, "_cpu_ticks", lambda _: 7)
+    monkeypatch.setattr(load_watch, "members", lambda pid: [(pid, "S")])
+    watch = load_watch.LoadWatch(60.0)
+    told = [watch.stuck([1], now_s) for now_s in (0.0, 100.0, 100.1, 140.0, 159.0, 161.0)]
+    assert told == [False] * 5 + [True]

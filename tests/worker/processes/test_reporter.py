@@ -1,18 +1,21 @@
 """The reporter of a batch, with the agent's end of its socket."""
 
+import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from multigpu_worker.engine import runtime
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engine.leases import Leases
 from multigpu_worker.engine.reporter import BatchReporter, Reporting, flush_forever
+from multigpu_worker.engine.runtime import Runtime
 from multigpu_worker.engine.work import Work
-from multigpu_worker.engines.base import Batch, Item
+from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
 from multigpu_worker.processes.ipc.slots import SlotPage
@@ -152,3 +155,33 @@ def test_a_lease_that_came_again_in_another_batch_stays_cancelled() -> None:
     leases.cancelled.add(1)
     leases.end_batch([1], given_back)
     assert leases.cancelled == {1}
+
+
+@pytest.mark.parametrize("thread", ["slot", "flusher"])
+def test_a_thread_of_the_engine_that_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
+    """Memory ran out as a slot reported an error: its thread ended, and its tasks stayed in the engine for ever."""
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def end(code: int) -> None:
+        codes.put(code)
+        threading.Event().wait()
+
+    def fail(*_: object) -> NoReturn:
+        raise MemoryError
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(BatchReporter, "finish" if thread == "slot" else "flush", fail)
+    ends = Ends()
+    settings = EngineSettings(device="cpu", slots=2, threads=1)
+    engine = Runtime(ends.shared.channel, SlotPage.create(2), settings, result_bytes_max=1)
+    work = Work(1, Batch("k", "", {}, "", []), None, None, [], None, set())
+    engine._start_threads()
+    if thread == "slot":
+        engine._work.put(work)
+    else:
+        engine._reporting.unflushed.put(BatchReporter(ends.shared, work, 0))
+    deadline_s = time.monotonic() + 10.0
+    while codes.empty() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not codes.empty()
+    assert codes.get() == runtime.EXIT_BROKEN

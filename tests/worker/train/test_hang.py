@@ -49,6 +49,16 @@ def test_progress_of_any_rank_counts_for_all(clock: list[float]) -> None:
     assert told[3] == [False] * 3
 
 
+def test_a_suspended_rank_does_not_count_the_time_of_its_suspension(clock: list[float]) -> None:
+    """Its script was suspended with it, as by `docker pause`, and was then ended for a hang."""
+    watch = HangWatch(Store(), 10.0)
+    told = []
+    for seconds in (1.0, 60.0, *[1.0] * 10):
+        clock[0] += seconds
+        told.append(watch.hangs())
+    assert told == [False] * 11 + [True]
+
+
 def test_places_of_ranks_that_do_not_answer_are_said_to_be_unknown(clock: list[float]) -> None:
     store = Store()
     tell_place(store, 1, "waits in barrier")

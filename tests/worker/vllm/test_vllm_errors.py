@@ -1,5 +1,7 @@
 """What a failed request to vLLM's server does to its task: the engine process must not be ended for it."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("httpx2", reason="the extra `remote` is not installed")
 
+from multigpu_worker.engines.vllm import keeper
 from multigpu_worker.engines.vllm.server import ANSWERED_TIMEOUT_S, GONE_TIMEOUT_S, VllmServer
 from multigpu_worker.engines.vllm.streams import Streams, VllmError
 
@@ -101,3 +104,15 @@ def test_a_cancelled_task_does_not_wait_for_the_end_of_the_server() -> None:
         server.wait_gone(lambda: True, GONE_TIMEOUT_S)
         assert time.monotonic() - begun_s < GONE_TIMEOUT_S
         assert server._process.poll() is None
+
+
+def test_the_keeper_ends_what_its_program_has_left_though_nobody_reads_its_output(tmp_path: Path) -> None:
+    """As when the engine has ended, and the kernel has not sent the keeper its signal yet."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = [sys.executable, "-I", keeper.__file__, str(os.getpid()), str(folder), "sh", "-c", "sleep 60 &"]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+    assert process.returncode == -signal.SIGKILL, "as its whole process group"
+    assert not folder.exists()

@@ -182,6 +182,8 @@ class Sampler:
             meter.reset()
         else:
             meter.read(time.time_ns(), value, running)
+            if not self.running:  # `end_work` may have reset the meter before this reading
+                meter.reset()
 
 
 def _settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:

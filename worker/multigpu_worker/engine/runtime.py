@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from multigpu._handling.attempts import MESSAGE_BYTES_MAX, text_of
 from multigpu._transport.payloads import Writer
@@ -69,16 +69,19 @@ class Runtime:
 
     def serve(self) -> None:
         """Serve until the agent is gone, then end the process. Never returns."""
-        _thread(flush_forever, "flusher", self._reporting.unflushed)
+        self._start_threads()
+        _thread(_needed, "reader", self._read)
+        _needed(self._run, 0)
+
+    def _start_threads(self) -> None:
+        _thread(_needed, "flusher", flush_forever, self._reporting.unflushed)
         # Before the first frame is read: a "load" changes the number of slots, and starts their threads itself.
         self._start_slots()
-        _thread(self._read, "reader")
-        self._run(0)
 
     def _start_slots(self) -> None:
         """Start the threads of all slots but the first, which has the main thread."""
         for slot in range(1, self.settings.slots):
-            _thread(self._run, f"slot-{slot}", slot)
+            _thread(_needed, f"slot-{slot}", self._run, slot)
 
     # The reader.
 
@@ -88,8 +91,6 @@ class Runtime:
                 self._handle(message, blobs)
         except (EOFError, ConnectionError):
             os._exit(0)
-        except BaseException:  # noqa: BLE001  without a reader the process must not linger
-            _exit_broken()
 
     def _handle(self, message: frames.Message, blobs: list[bytes]) -> None:
         match message:
@@ -111,7 +112,7 @@ class Runtime:
                 self._unprepared = queue.SimpleQueue()
                 spec = ModelSpec.from_plain(plain)
                 self.settings = dataclasses.replace(self.settings, slots=slots, models={model_id: spec})
-                _thread(self._load_and_prepare, "preparer", spec, self._unprepared)
+                _thread(_needed, "preparer", self._load_and_prepare, spec, self._unprepared)
             case ("self_test", test_id, has_models):
                 _thread(self._self_test, "self-test", test_id, has_models)
             case ("close", end):
@@ -139,12 +140,9 @@ class Runtime:
 
     def _load_and_prepare(self, spec: ModelSpec, unprepared: queue.SimpleQueue[Received]) -> None:
         """Load the model, then prepare its batches one after the other."""
-        try:
-            self._load(spec)
-            while True:
-                self._work.put(self._prepared(*unprepared.get()))
-        except BaseException:  # noqa: BLE001  as in _read
-            _exit_broken()
+        self._load(spec)
+        while True:
+            self._work.put(self._prepared(*unprepared.get()))
 
     def _load(self, spec: ModelSpec) -> None:
         begin_s = time.monotonic()
@@ -248,8 +246,13 @@ def _thread(target: object, name: str, *args: object) -> None:
     threading.Thread(target=target, args=args, name=name, daemon=True).start()  # type: ignore[arg-type]
 
 
-def _exit_broken() -> NoReturn:
-    """Print the exception that is being handled, and end the process."""
-    traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(EXIT_BROKEN)
+def _needed(run: Callable[..., object], *args: object) -> None:
+    """Call a function that does not return. If it raises, end the process: without this thread it must not linger."""
+    try:
+        run(*args)
+    except BaseException:  # noqa: BLE001  whatever it is
+        try:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(EXIT_BROKEN)

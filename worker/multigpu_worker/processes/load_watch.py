@@ -13,9 +13,13 @@ class LoadWatch:
         self._still_s = still_s
         # By pid: its CPU ticks, the ticks of its group (-1: not read), and since when neither has changed.
         self._seen: dict[int, tuple[int, int, float]] = {}
+        self._looked_s = 0.0
 
     def stuck(self, pids: Iterable[int], now_s: float) -> bool:
         """Whether one of these processes makes no progress."""
+        if now_s - self._looked_s > self._still_s + 1.0:
+            self._seen.clear()  # the worker was suspended, and perhaps these processes with it
+        self._looked_s = now_s
         still = [self._still(pid, now_s) for pid in pids if pid]
         return any(still)
 

@@ -236,8 +236,8 @@ class EngineProcess:
         inside = self.inside()
         cancelled = [lease.lease_id for lease in leases if lease.lease_id in inside]
         if cancelled and self.ready:
-            self._cancelled_ns.update(dict.fromkeys(cancelled, time.monotonic_ns()))
             self.send(("cancel", cancelled), [])
+            self._cancelled_ns.update(dict.fromkeys(cancelled, time.monotonic_ns()))
 
     def recall(self, leases: list[Lease]) -> list[Lease]:
         """Ask the engine to give back the leases that it has not begun. Returns the leases that are not in it."""
@@ -265,12 +265,13 @@ class EngineProcess:
         child = self.child
         if child is None or not child.ready:
             return
+        now_ns = time.monotonic_ns()  # before: the agent may be suspended, and the engine go on to another task
         slots = child.page.sample()
         running = [running_leases(state, self.batches.get(state.batch_id)) for state in slots if self._cancelled_ns]
         self.occupied = sum(bool(leases) and all(lease.dropped for lease in leases) for leases in running)
         if not self.batches:
             return
-        violation = self._limits.check(time.monotonic_ns(), slots, self.batches, self._cancelled_ns)
+        violation = self._limits.check(now_ns, slots, self.batches, self._cancelled_ns)
         if violation is not None:
             self._evidence.violation = violation
         elif memory and 0 < self.settings.memory_bytes < child.memory_used_bytes():

@@ -28,12 +28,14 @@ def main(engine_pid: str, folder: str, *command: str) -> None:
         end(folder)
     code = 1
     try:
-        code = subprocess.call(command)
-    except OSError as error:
-        sys.stderr.write(f"{type(error).__name__}: {command[0]}: {error.strerror}\n")
-    sys.stderr.write(f"exit code {code}\n")
-    sys.stderr.flush()
-    end(folder)  # and what it has left
+        try:
+            code = subprocess.call(command)
+        except OSError as error:
+            sys.stderr.write(f"{type(error).__name__}: {command[0]}: {error.strerror}\n")
+        sys.stderr.write(f"exit code {code}\n")
+        sys.stderr.flush()
+    finally:  # also if the engine is gone, and with it the reader of stderr
+        end(folder)  # and what it has left
 
 
 if __name__ == "__main__":

@@ -34,9 +34,11 @@ class Limits:
         self.progress_timeout_s = progress_timeout_s
         self.cancel_grace_s = cancel_grace_s
         self._standstills: dict[int, Standstill] = {}
+        # The instant of the last check.
+        self._checked_ns = 0
 
     def reset(self) -> None:
-        """Forget the standstills: another engine process will run."""
+        """Forget the standstills."""
         self._standstills.clear()
 
     def check(
@@ -47,6 +49,9 @@ class Limits:
         cancelled_ns: Mapping[int, int],
     ) -> Violation | None:
         """The limit that a slot breaks, if any. `cancelled_ns`: when each lease was cancelled, on the slots' clock."""
+        if now_ns - self._checked_ns > (self.progress_timeout_s + 1) * 1e9:
+            self.reset()  # the agent was suspended, and perhaps the engine with it
+        self._checked_ns = now_ns
         stalled: TaskError | None = None
         still: set[tuple[int, int]] = set()
         for slot, state in enumerate(slots):
