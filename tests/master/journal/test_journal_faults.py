@@ -204,7 +204,7 @@ def test_a_time_that_is_no_number_is_damage(tmp_path: Path) -> None:
 def test_close_gives_up_in_time(tmp_path: Path) -> None:
     gate = threading.Event()
     journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    list(journal.open(lambda *_: gate.wait(20)).tasks)  # type: ignore[arg-type]  # a callback that keeps the thread
+    list(journal.open(lambda *_: gate.wait(20)).tasks)  # the callback keeps the thread
     journal.append(Entry(submits=[submit(1)]))
     started = time.monotonic()
     with pytest.raises(JournalError, match=r"could not be closed within 0\.2 s"):
