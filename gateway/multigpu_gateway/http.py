@@ -213,6 +213,7 @@ class WhileConnected:
         self._request = request
         self._events = events
         self._disconnected = False
+        self._left = False
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
@@ -224,14 +225,14 @@ class WhileConnected:
         return self
 
     def _ended(self, waiting: "asyncio.Task[None]") -> None:
-        if not waiting.cancelled():
+        if not (waiting.cancelled() or self._left):  # it may be scheduled already when the block ends
             self._disconnected = True
             self._task.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._waiting.remove_done_callback(self._ended)
+        self._left = True
         self._waiting.cancel()
         if self._disconnected:
             self._task.uncancel()

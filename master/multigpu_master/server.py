@@ -71,6 +71,7 @@ class Master:
         self._telemetry = telemetry or TelemetryConfig()
         self.journal = journal
         self._clock = clock
+        self._loop = asyncio.get_running_loop()
         self.address = ""
         self.fatal: str | None = None
         self.stopped = asyncio.Event()
@@ -175,8 +176,10 @@ class Master:
             )  # fmt: skip
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
-        """Runs on the journal's thread. Nothing is appended before there is a driver."""
-        self.driver.write_buffer.on_commit(entries, first_cursor, error)
+        """Runs on the journal's thread, which may report a full disk, or room, before there is a driver. The event loop
+        runs the callback after `start` has made the driver.
+        """
+        self._loop.call_soon_threadsafe(lambda: self.driver.write_buffer.handle_commit(entries, first_cursor, error))
 
     async def _serve(self, driver: Driver) -> None:
         """Registers the services, listens and starts the metrics."""

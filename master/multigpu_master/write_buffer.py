@@ -302,11 +302,8 @@ class WriteBuffer:
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 
-    def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
-        """Called by the journal, on its thread."""
-        self._loop.call_soon_threadsafe(self._handle_commit, entries, first_cursor, error)
-
-    def _handle_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
+    def handle_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
+        """Called in the event loop with each report of the journal, in their order. The parameters: CommitCallback."""
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed, and must be read again by a new master: {error}")
             return

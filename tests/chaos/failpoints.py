@@ -61,7 +61,7 @@ FAILPOINTS = [
     # Fsync: of what is large, and of a transaction, which SQLite writes and syncs within this call.
     *_around(MASTER, "fsync of a segment", "os", "fdatasync"),
     *_around(MASTER, "commit", f"{_M}.journal.sqlite.journal", "SqliteJournal._commit"),
-    *_around(MASTER, "the loop learns of a commit", f"{_M}.write_buffer", "WriteBuffer._handle_commit"),
+    *_around(MASTER, "the loop learns of a commit", f"{_M}.write_buffer", "WriteBuffer.handle_commit"),
     # Ack.
     *_around(MASTER, "the answer to Submit", f"{_M}.rpc.task_service", "TaskService.Submit", AFTER),
     *_around(MASTER, "acceptances on Run", f"{_M}.rpc.run_stream", "RunStream._send_acceptances"),

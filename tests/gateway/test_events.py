@@ -135,3 +135,12 @@ async def test_a_hang_up_closes_the_events() -> None:
     with pytest.raises(DisconnectedError):
         await taking
     assert closed.is_set()
+
+
+async def test_a_disconnect_as_the_block_ends_does_not_cancel_what_follows() -> None:
+    caller = Caller()
+    async with caller.request.while_connected():
+        await asyncio.sleep(0)  # now the disconnect is awaited
+        asyncio.get_running_loop().call_soon(caller.gone.set)
+        await caller.gone.wait()
+    await asyncio.sleep(0)

@@ -18,7 +18,7 @@ async def test_a_submit_is_acknowledged_after_another_in_its_transaction_was_can
     fatal: list[str] = []
     journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
     write_buffer = WriteBuffer(journal, handle=lambda _: None, committed=lambda: None, on_fatal=fatal.append)
-    journal.open(write_buffer.on_commit)
+    journal.open(lambda *commit: loop.call_soon_threadsafe(write_buffer.handle_commit, *commit))
     gone: asyncio.Future[JournalError | None] = loop.create_future()
     waiting: asyncio.Future[JournalError | None] = loop.create_future()
     for future in (gone, waiting):  # not urgent: they go to the disk together

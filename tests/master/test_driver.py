@@ -46,6 +46,7 @@ class Stage:
     def __init__(self, data_dir: Path) -> None:
         self.fatal: list[str] = []
         self.commits: list[Sequence[Entry]] = []
+        self._loop = asyncio.get_running_loop()
         self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
         recovered = self.journal.open(self._on_commit)
         core = Core(load_strategies(), Limits(), first_id(recovered.epoch), lambda: 0.0)
@@ -60,7 +61,7 @@ class Stage:
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         self.commits.append(entries)
-        self.driver.write_buffer.on_commit(entries, first_cursor, error)
+        self._loop.call_soon_threadsafe(self.driver.write_buffer.handle_commit, entries, first_cursor, error)
 
     def submit(self, *names: str) -> list[Task]:
         tasks = [Task(self.spec, name, b"payload", submit_s=self.driver.now()) for name in names]

@@ -3,6 +3,7 @@ names that it uses.
 """
 
 import asyncio
+import itertools
 import pkgutil
 import re
 import subprocess
@@ -18,11 +19,16 @@ from multigpu.v1 import task_pb2
 from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
+from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import Capability, WorkerInfo
+from multigpu_master.driver import Driver
+from multigpu_master.journal.protocol import Recovered
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.room import Room
 from multigpu_master.server import Master
 
 from tests.hostile.http2 import Peer, drive
+from tests.waiting import until
 
 MISSING = """
 import importlib, runpy, sys
@@ -78,6 +84,27 @@ async def test_outcomes_that_are_delivered_during_a_stop_are_in_the_journal(
     stored = journal.find_requests(["late"])
     journal.close(10)
     assert (list(stored), again) == (["late"], [])
+
+
+async def test_the_journal_may_find_room_before_there_is_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread starts before the driver exists, and reports at once that a disk that was full has room again."""
+    rooms = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(Room, "try_accept", lambda _room: next(rooms))
+    config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)
+    master = Master(config, journal := SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
+    make = master._make_driver
+
+    def make_late(core: Core, recovered: Recovered) -> Driver:
+        until(lambda: journal.writable)
+        return make(core, recovered)
+
+    monkeypatch.setattr(master, "_make_driver", make_late)
+    await master.start()
+    await master.driver.write_buffer.save({"written": b"1"})
+    await master.stop()
+    assert not master.fatal
 
 
 def _send_a_path_that_is_no_text(address: str) -> None:

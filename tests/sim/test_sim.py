@@ -161,7 +161,7 @@ def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_reject
 
     with loop.running():
         write_buffer = WriteBuffer(cast("SqliteJournal", journal), handle, lambda: None, pytest.fail)
-    journal.open(write_buffer.on_commit)
+    journal.open(lambda *commit: loop.call_soon_threadsafe(write_buffer.handle_commit, *commit))
     journal.disk_full = True
     task = Task(Spec(kind="sim", wire=b"spec"), "r1", b"payload", task_id=1)
     answered: list[str] = []

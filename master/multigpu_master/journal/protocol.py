@@ -160,7 +160,7 @@ class Recovered:
     downtime_s: float  # the clock minus the last time saved in the journal, may be negative; 0: none was saved
 
 
-CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
+CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], object]
 """The journal calls this on its own thread, with (entries, first_cursor, error). A call has one of these meanings:
 
 - Entries, no error: they are committed, in this order. The cursors of their settles are first_cursor, first_cursor + 1

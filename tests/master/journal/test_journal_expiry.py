@@ -11,6 +11,7 @@ import pytest
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
+from multigpu_master.journal.sqlite.specs import INLINE_BYTES_MAX
 
 from tests.master.journal.journals import DEAD_LETTERED, SUCCEEDED, settle, submit
 from tests.master.journal.test_journal import opened, reached
@@ -54,6 +55,25 @@ def test_deleted_dead_letters_do_not_multiply_what_is_examined(tmp_path: Path) -
             it.write(Entry(deleted_dead_letters=[n]))
         it.clock_s += 4000.0  # all that waits is examined
         until(lambda: len(it.journal._sweeper._zones) == 1)
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_a_dead_letter_that_is_deleted_while_it_is_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "data") as it:
+        journal = it.journal
+        letter = submit(1, spec=bytes(INLINE_BYTES_MAX + 1))
+        it.write(Entry(settles=[settle(1, state=DEAD_LETTERED, dead=letter)]))
+        read_spec = journal._read_spec
+
+        def delete_then_read(held: bytes | str) -> bytes:
+            it.write(Entry(deleted_dead_letters=[1]))
+            until(lambda: not journal._rows("SELECT 1 FROM spec", ()))
+            return read_spec(held)
+
+        monkeypatch.setattr(journal, "_read_spec", delete_then_read)
+        assert journal.get_dead_letters([1]) == []
 
 
 @pytest.mark.usefixtures("sweeping")

@@ -1,6 +1,7 @@
 """The journal when things go wrong: a damaged file, a broken disk, deleted files. tests/disk kills it at any moment."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -19,11 +20,12 @@ from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import connections, failures
 from multigpu_master.journal.sqlite import directory as journal_directory
 from multigpu_master.journal.sqlite import schema as journal_schema
+from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.sqlite.segments import LARGE_BYTES
+from multigpu_master.journal.sqlite.segments import DIRECTORY_NAME, LARGE_BYTES
 
-from tests.master.journal.journals import answered, commit, opened, settle, submit
+from tests.master.journal.journals import answered, commit, opened, reject, settle, submit
 from tests.waiting import until
 
 
@@ -63,6 +65,26 @@ def test_the_names_of_new_directories_are_synced_also_after_a_start_that_was_kil
     left[0] = 100
     journal_directory.make_directory(data_dir)
     assert {tmp_path / "a", tmp_path / "a" / "b", data_dir} <= synced
+
+
+def test_the_name_of_a_segment_is_synced_before_its_references_also_after_a_lack_of_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, failed = set[Path](), list[Path]()
+
+    def sync(directory: Path) -> None:
+        if directory.name == DIRECTORY_NAME and not failed:
+            failed.append(directory)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        synced.update(directory.iterdir())
+
+    monkeypatch.setattr(journal_segments, "sync_directory", sync)
+    with opened(tmp_path) as (journal, commits):
+        reject(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))
+        until(lambda: journal.writable)
+        commit(journal, commits, Entry(submits=[submit(2, bytes(LARGE_BYTES))]))
+        ((reference,),) = journal._rows("SELECT payload FROM task", ())
+    assert tmp_path / DIRECTORY_NAME / reference.partition(":")[0] in synced
 
 
 def filled(data_dir: Path) -> None:
@@ -204,7 +226,7 @@ def test_a_time_that_is_no_number_is_damage(tmp_path: Path) -> None:
 def test_close_gives_up_in_time(tmp_path: Path) -> None:
     gate = threading.Event()
     journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    list(journal.open(lambda *_: gate.wait(20)).tasks)  # type: ignore[arg-type]  # a callback that keeps the thread
+    list(journal.open(lambda *_: gate.wait(20)).tasks)  # the callback keeps the thread
     journal.append(Entry(submits=[submit(1)]))
     started = time.monotonic()
     with pytest.raises(JournalError, match=r"could not be closed within 0\.2 s"):

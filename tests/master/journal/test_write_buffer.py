@@ -26,7 +26,8 @@ class Stage:
         self.journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes)
         self.events: list[ev.Event] = []
         self.write_buffer = WriteBuffer(self.journal, self.events.append, lambda: None, self._die)
-        list(self.journal.open(self.write_buffer.on_commit).tasks)
+        loop, handle_commit = asyncio.get_running_loop(), self.write_buffer.handle_commit
+        list(self.journal.open(lambda *commit: loop.call_soon_threadsafe(handle_commit, *commit)).tasks)
         self.outcomes = wire_outcomes.OutcomeWriter()
 
     @staticmethod
@@ -132,7 +133,7 @@ async def test_outcomes_in_two_entries_are_durable_once_both_are(order: tuple[in
     await until(lambda: len(written) == 2)
     for nth in order:
         assert not told, "the other one waits for room"
-        stage.write_buffer.on_commit([written[nth]], 1, None)
+        stage.write_buffer.handle_commit([written[nth]], 1, None)
         await asyncio.sleep(0.01)
     assert told == [None]
     del stage.journal.append

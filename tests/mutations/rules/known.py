@@ -30,6 +30,7 @@ def check(seed: int) -> None:
 
 async def _check(rng: random.Random, place: Path) -> None:
     settled: list[str] = []
+    loop = asyncio.get_running_loop()
     for _ in range(2):  # two masters, one after the other
         journal = SqliteJournal(place / "data", size_max_bytes=1 << 30)
         fatal: list[str] = []
@@ -38,7 +39,7 @@ async def _check(rng: random.Random, place: Path) -> None:
         def on_commit(
             entries: Sequence[Entry], first: int, error: JournalError | None, to: WriteBuffer = write_buffer
         ) -> None:
-            to.on_commit(entries, first, error)
+            loop.call_soon_threadsafe(to.handle_commit, entries, first, error)
 
         journal.open(on_commit)
         try:

@@ -101,7 +101,8 @@ class Master:
         with self._loop.running():
             write_buffer = WriteBuffer(cast("SqliteJournal", self.journal), self.handle, lambda: None, self._fatal)
         self.write_buffer = write_buffer
-        self.journal.open(write_buffer.on_commit)
+        loop = self._loop
+        self.journal.open(lambda *commit: loop.call_soon_threadsafe(write_buffer.handle_commit, *commit))
         expected = settings.restore(self.handle, STRATEGIES, self.journal.settings)
         rows = sorted(self.journal.tasks.values(), key=lambda r: r.task_id)
         tasks = [wire_tasks.restored_task(r, self.specs[r.spec]) for r in rows]

@@ -391,7 +391,14 @@ class JournalReads:
         """Returns the dead letters with these task_ids, with payloads. Leaves out task_ids that are no dead letters."""
         sql = f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
         specs = dict[bytes | str, bytes]()
-        found = {row[0]: self._task(row, specs) for row in self._rows(sql, (json.dumps(list(task_ids)),))}
+        found = dict[int, SubmitRecord]()
+        for row in self._rows(sql, (json.dumps(list(task_ids)),)):
+            try:
+                found[row[0]] = self._task(row, specs)
+            except JournalError:
+                # Nothing is lost if the dead letter was deleted since the row was read, and then its spec or payload.
+                if self.existing_dead_letters([row[0]]):
+                    raise
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
 
     def dead_letter_queues(self) -> list[str]:

@@ -244,10 +244,12 @@ class Segments:
             appender.fd = -1
         self._last_number += 1
         path = self._directory / f"{self._last_number:08x}"
-        appender.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        appender.number, appender.end = self._last_number, 0
-        self._sizes[appender.number] = 0
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        self._sizes[self._last_number] = 0
         sync_directory(self._directory)
+        # Opened last: a segment that is open is used, also if this call was for an entry that is rejected.
+        appender.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        appender.number, appender.end = self._last_number, 0
 
     def _write(self, appender: _Appender) -> None:
         if not appender.waiting:
