@@ -116,7 +116,7 @@ class Inbox:
 class Link:
     """One direction of a stream: delivers in order and with a delay, and nothing after it breaks."""
 
-    def __init__(self, world: World, delay_s: float, deliver: Callable[[Any], None]) -> None:
+    def __init__(self, world: World, delay_s: float, deliver: Callable[[Any], object]) -> None:
         self._world = world
         self._delay_s = delay_s
         self._deliver = deliver
