@@ -160,11 +160,8 @@ class Time:
                 self._timer("the run timeout of task", task.task_id, due_s)
 
     def _after_absence_s(self, due_s: float) -> float:
-        """When something is due at the latest that was due while the master was away, or just after: once the master
-        has read what came meanwhile.
-        """
-        back_s = [end_s + self._grace_s for begin_s, end_s in self._away if begin_s <= due_s <= end_s + self._grace_s]
-        return max([due_s, *back_s])
+        """When something is due that was due while the master was away: once it has read what came meanwhile."""
+        return max([due_s, *[end_s + self._grace_s for begin_s, end_s in self._away if begin_s <= due_s <= end_s]])
 
     def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:
         """Ephemeral outcomes are kept for their time, within a limit of bytes."""
