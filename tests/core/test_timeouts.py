@@ -31,20 +31,6 @@ def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere(
     assert task.outcome is None
 
 
-def test_after_a_pause_the_master_reads_reports_before_it_applies_timeouts() -> None:
-    stage = Stage()
-    stage.worker()
-    runs = stage.submit(spec=Spec(kind="run", run_timeout_s=5.0, attempts_max=1))[0]
-    begins = stage.submit(spec=Spec(kind="run", queue_timeout_s=5.0))[0]
-    stage.handle(ev.Heartbeat(stage.sessions, [held_lease(lease_of(runs), running=True)], 1 << 30, Telemetry()))
-    stage.handle(ev.Tick(), 20.0)
-    stage.handle(ev.Reports(stage.sessions, [lease_of(runs).lease_id], [b"result"]))
-    stage.handle(ev.Heartbeat(stage.sessions, [held_lease(lease_of(begins), running=True)], 1 << 30, Telemetry()))
-    stage.beat(running=True, after_s=1.5)
-    assert state_of(runs) is OutcomeState.SUCCEEDED
-    assert lease_of(begins).running
-
-
 def test_a_lease_whose_model_is_being_loaded_is_not_taken_back() -> None:
     stage = Stage(Limits(session_timeout_s=1e9))
     models = (Model(name="m", memory_bytes=1),)
@@ -166,8 +152,8 @@ def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:
     (task,) = stage.submit(spec=spec)
     stage.beat(running=True, after_s=1.0)
     began_s = stage.now
-    for _ in range(20):
-        stage.beat(running=True, after_s=1.0)
+    for _ in range(5):
+        stage.beat(running=True, after_s=4.0)
     assert task.outcome is not None
     assert task.outcome.error is not None
     assert (task.outcome.error.type, task.outcome.start_s) == ("RunTimeout", began_s)

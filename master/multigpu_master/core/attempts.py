@@ -188,20 +188,18 @@ class Attempts:
         elif task.waiting:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
-    def apply_limit(self, task: Task, limit: TimeLimit, now: float, *, late: bool = False) -> None:
-        """Applies a time limit that an unsettled task has passed. `late`: the master was paused when it passed, and may
-        not have read yet that the worker has begun or ended the attempt.
-        """
+    def apply_limit(self, task: Task, limit: TimeLimit, now: float) -> None:
+        """Applies a time limit that an unsettled task has passed."""
         if limit is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
             self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
         elif limit is TimeLimit.RUN_TIMEOUT:
-            self._run_timeout(task, now, late=late)
+            self._run_timeout(task, now)
         elif self._hold.active(now):
             # A worker that has not reconnected yet may have begun the task in time.
             self._ledger.expiries.at(self._hold.until_s, task, limit)
         else:
-            self._queue_timeout(task, now, late=late)
+            self._queue_timeout(task, now)
 
     def end_if_overdue(self, task: Task, now: float) -> bool:
         """Ends a waiting task whose deadline or queue_timeout has passed. Returns whether the task has ended."""
@@ -212,7 +210,7 @@ class Attempts:
             self.apply_limit(task, TimeLimit.QUEUE_TIMEOUT, now)
         return task.outcome is not None
 
-    def _queue_timeout(self, task: Task, now: float, *, late: bool) -> None:
+    def _queue_timeout(self, task: Task, now: float) -> None:
         """Ends a task of which no attempt has begun within the queue_timeout. If the task is leased, first recalls
         the lease: the worker has session_timeout_s to return it, or to report that the task has begun.
         """
@@ -223,8 +221,7 @@ class Attempts:
             return
         if now < task.submit_s + timeout_s:
             return  # an old expiry: since it was set, the task was a dead letter and was requeued
-        limits = self._ledger.limits
-        due_s = max(task.submit_s + timeout_s + limits.session_timeout_s, now + limits.timer_late_s if late else 0.0)
+        due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:
                 self._commands.recall(lease.worker, [lease])
@@ -233,7 +230,7 @@ class Attempts:
         error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
         self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
 
-    def _run_timeout(self, task: Task, now: float, *, late: bool) -> None:
+    def _run_timeout(self, task: Task, now: float) -> None:
         """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. Charges the
         task only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
         """
@@ -244,7 +241,7 @@ class Attempts:
         since_s = lease.run_s if lease.running else lease.dispatch_s
         if not lease.running and worker.residency.loading(lease.model):
             since_s = now
-        due_s = max(since_s + timeout_s + RUN_GRACE_S, now + self._ledger.limits.timer_late_s if late else 0.0)
+        due_s = since_s + timeout_s + RUN_GRACE_S
         if now < due_s:
             self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)
         elif lease.running:

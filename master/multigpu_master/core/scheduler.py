@@ -90,8 +90,8 @@ class Core:
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Handles one event and returns the commands to execute. `now`: seconds since 1970, never decreasing."""
         self.timers.fire(now)
-        for task, limit, due_s in self.ledger.expiries.due(now):
-            self._attempts.apply_limit(task, limit, now, late=now > due_s + self.ledger.limits.timer_late_s)
+        for task, limit in self.ledger.expiries.due(now):
+            self._attempts.apply_limit(task, limit, now)
         self._handlers[type(event)](event, now)
         self._dispatcher.run(now)
         commands = self._commands.pop_all()
@@ -210,7 +210,7 @@ class Core:
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
-        for task, limit, _ in self.ledger.expiries.due(now):  # time limits that passed while no master ran
+        for task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
             self._attempts.apply_limit(task, limit, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:

@@ -57,7 +57,7 @@ ATTEMPTS = (
         "if limit is TimeLimit.DEADLINE and task.lease is None:\n",
     ),
     attempts("queue timeouts while workers are awaited", "elif self._hold.active(now)", "elif False", seeds=5000),
-    attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now, late=late)\n"),
+    attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now)\n"),
     attempts("queue_timeout does not recall a lease from a window", "self._commands.recall(lease.worker, [lease])"),
     attempts(
         "a lease returned after its queue_timeout is granted again",

@@ -15,8 +15,8 @@ EVENTS = (
     scheduler("timers never fire", "self.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
-        "        for task, limit, due_s in self.ledger.expiries.due(now):\n"
-        "            self._attempts.apply_limit(task, limit, now, late=now > due_s + self.ledger.limits.timer_late_s)\n"
+        "        for task, limit in self.ledger.expiries.due(now):\n"
+        "            self._attempts.apply_limit(task, limit, now)\n"
         "        self._handlers",
         "        self._handlers",
     ),

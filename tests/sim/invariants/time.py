@@ -12,6 +12,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.workers.sessions import TIMER_LATE_S
 
 from tests.sim.world import ViolationError, check
 
@@ -25,7 +26,8 @@ class Time:
         self._hold_until_s = self._hold_at_most_until_s = 0.0
         self._awaited: dict[str, None] = {}
         self._heard_s: dict[int, float] = {}  # session -> when it last spoke
-        self._grace_s = core.ledger.limits.timer_late_s  # a later timer: the master was paused
+        timeout_s = core.ledger.limits.session_timeout_s
+        self._grace_s = min(TIMER_LATE_S, timeout_s / 4)  # a later timer: the master was paused
         self._away: deque[tuple[float, float]] = deque(maxlen=8)  # from when and to when
         self._due_s: float | None = None
         self._taken: dict[Task, None] = {}  # unsettled tasks that a worker took at some time
@@ -146,7 +148,6 @@ class Time:
                 # A worker that took it has some time to say that it began it.
                 grace_s = core.ledger.limits.session_timeout_s if task in self._taken else 0.0
                 until_s = max(task.submit_s + spec.queue_timeout_s + grace_s, self._hold_at_most_until_s)
-                until_s = self._after_absence_s(until_s)
                 check(until_s > now, "task %s outlives its queue timeout", task.task_id)
                 self._timer("the queue timeout of task", task.task_id, until_s)
             if lease is None:
@@ -155,13 +156,8 @@ class Time:
                 continue
             if spec.run_timeout_s is not None:
                 due_s = (lease.run_s if lease.running else lease.dispatch_s) + spec.run_timeout_s + RUN_GRACE_S
-                due_s = self._after_absence_s(due_s)
                 check(due_s > now, "lease %s outlives its run timeout", lease.lease_id)
                 self._timer("the run timeout of task", task.task_id, due_s)
-
-    def _after_absence_s(self, due_s: float) -> float:
-        """When something is due that was due while the master was away: once it has read what came meanwhile."""
-        return max([due_s, *[end_s + self._grace_s for begin_s, end_s in self._away if begin_s <= due_s <= end_s]])
 
     def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:
         """Ephemeral outcomes are kept for their time, within a limit of bytes."""
