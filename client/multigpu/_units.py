@@ -2,17 +2,17 @@
 
 import itertools
 
-UNITS_OF_TIME = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_UNITS_OF_TIME = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def format_size(count: float) -> str:
     """Bytes: "512 B", "1.5 MiB"."""
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1023.5:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.1f} {unit}" if unit != "B" and amount < 99.95 else f"{amount:.0f} {unit}"
 
 
 def format_energy(joules: float) -> str:
@@ -23,7 +23,7 @@ def format_energy(joules: float) -> str:
         return "0 J"
     # Limits are those of the rounded amounts: 3,599.9 J is 1 Wh, not 3,600 J.
     for limit, factor, unit in (
-        (0.9995e-3, 1e6, "µJ"), (0.9995, 1e3, "mJ"), (3599.5, 1.0, "J"), (3.5995e6, 1 / 3600, "Wh"),
+        (0.9995e-3, 1e6, "µJ"), (0.9995, 1e3, "mJ"), (3599.5, 1.0, "J"), (3.5982e6, 1 / 3600, "Wh"),
     ):  # fmt: skip
         if joules < limit:
             return f"{_three_digits(joules * factor)} {unit}"
@@ -38,7 +38,7 @@ def format_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds * factor:.2g} {unit}" if seconds * factor < 99.5 else f"{seconds * factor:.0f} {unit}"
     whole = round(seconds)
-    for (large, name), (small, small_name) in itertools.pairwise(UNITS_OF_TIME):
+    for (large, name), (small, small_name) in itertools.pairwise(_UNITS_OF_TIME):
         if whole >= large:
             rest = whole % large // small
             return f"{whole // large} {name} {rest} {small_name}" if rest else f"{whole // large} {name}"

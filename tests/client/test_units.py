@@ -20,7 +20,7 @@ def test_a_duration_has_the_unit_of_what_it_is_rounded_to(seconds: float, text: 
     ("joules", "text"),
     [
         (8e-5, "80 µJ"), (0.012, "12 mJ"), (-7.44, "-7.44 J"), (0.0, "0 J"), (3599.9, "1 Wh"), (43_200.0, "12 Wh"),
-        (3.59999e6, "1 kWh"), (5.4e6, "1.5 kWh"), (3.6e10, "10,000 kWh"),
+        (3.599e6, "1 kWh"), (5.4e6, "1.5 kWh"), (3.6e10, "10,000 kWh"),
     ],
 )  # fmt: skip
 def test_energy_does_too(joules: float, text: str) -> None:
@@ -33,7 +33,7 @@ def test_energy_does_too(joules: float, text: str) -> None:
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
-        (150 * 1024, "150 KiB"),
+        (102_399, "100 KiB"), (150 * 1024, "150 KiB"), (1_048_575, "1.0 MiB"),
         (5 << 30, "5.0 GiB"),
         (3 << 42, "12.0 TiB"),
     ],

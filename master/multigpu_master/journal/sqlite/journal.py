@@ -55,7 +55,8 @@ class SqliteJournal(JournalReads):
         self._dedupe_window_s = dedupe_window_s
         self._size_max_bytes = size_max_bytes
         self._reserve = Reserve(path, size_max_bytes)
-        self._queue: queue.Queue[Sequence[Entry]] = queue.Queue()  # not the simple one: see test_tidy.py
+        # A SimpleQueue, if its thread is suspended while a timeout passes, waits for ever (Python 3.11 and 3.12).
+        self._queue: queue.Queue[Sequence[Entry]] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
         # Only the journal's thread changes the following fields, once it runs.

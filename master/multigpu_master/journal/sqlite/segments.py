@@ -247,7 +247,8 @@ class Segments:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._sizes[self._last_number] = 0
         sync_directory(self._directory)
-        # Opened last: a segment that is open is used, also if this call was for an entry that is rejected.
+        # Opened once its name is synced: later entries use an open segment, even if the entry for which it was made is
+        # rejected. If the sync fails, an empty file stays until the next sweep.
         appender.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         appender.number, appender.end = self._last_number, 0
 
