@@ -97,7 +97,7 @@ class DefaultProcess(EngineProcess):
         self._was_ready = self._useful = False
         self._importing = self.slow_start = self._stuck = ""
         if self.child is not None:
-            self._loop.call_later(SLOW_START_S, self._check_start, self.child, LoadWatch(READY_S))
+            self._loop.call_later(SLOW_START_S, self._check_start, self.child, LoadWatch(READY_S, SLOW_START_S))
 
     def _check_start(self, child: ChildProcess, watch: LoadWatch) -> None:
         """Report what a slow start waits for, and end one that hangs."""

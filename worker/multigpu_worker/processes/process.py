@@ -133,8 +133,6 @@ class EngineProcess:
         """Read nothing from the engine for now, or go on."""
         if self.child is not None and self.child.ready:
             self.child.channel.pause(paused=paused)
-            if not paused:  # the engine may have waited for the agent to read: that is no standstill
-                self._limits.reset()
 
     def kill(self) -> None:
         """Call ChildProcess.kill if a process runs."""
