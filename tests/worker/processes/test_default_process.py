@@ -51,6 +51,12 @@ def no_process(*_: Any, **__: Any) -> Any:
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
+NOT_STARTED = (
+    "the system could not start an engine process: [Errno 11] Resource temporarily unavailable; "
+    "free processes, memory or file descriptors"
+)
+
+
 def descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
@@ -69,12 +75,12 @@ async def test_a_process_that_the_system_cannot_start_is_started_later(monkeypat
     with monkeypatch.context() as full:
         full.setattr(subprocess, "Popen", no_process)
         process.kill()
-        await until(lambda: len(deaths) == 2)
+        await until(lambda: len(deaths) >= 2)
         before = descriptors()
-        await until(lambda: len(deaths) == 4)
+        await until(lambda: len(deaths) >= 4)
         assert descriptors() <= before + 1, "a pipe may still be open for the last of its output"
     assert deaths[-1].summary == "could not start ([Errno 11] Resource temporarily unavailable)"
-    assert "could not start" in process.start_error()
+    assert process.start_error() == NOT_STARTED
     await until(lambda: process.ready)
     assert process.pid != killed_pid
     assert process.start_error() == ""
@@ -84,5 +90,30 @@ async def test_a_process_that_the_system_cannot_start_is_started_later(monkeypat
 
 async def test_a_first_process_that_the_system_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    with pytest.raises(EngineStartError, match="could not start"):
+    with pytest.raises(EngineStartError) as raised:
         await DefaultProcess(SETTINGS, Callbacks()).start()
+    assert str(raised.value) == NOT_STARTED
+
+
+async def test_a_reload_for_which_the_system_has_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was rejected, as if the new handlers had ended the process."""
+    callbacks = Callbacks()
+    process = DefaultProcess(SETTINGS, callbacks)
+    deaths: list[Death] = []
+    callbacks.dispatcher = cast(
+        "Any",
+        SimpleNamespace(engine_ready=lambda: None, engine_died=lambda _, death, *__: deaths.append(death)),
+    )
+    await process.start()
+    before = process.sources
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", no_process)
+        process.reload()
+        process.kill()
+        await until(lambda: len(deaths) >= 3)
+        assert process.start_error() == NOT_STARTED
+    await until(lambda: process.ready)
+    assert process.reload_error == ""
+    assert process.sources is not before, "the next process has read the files"
+    process.stop()
+    await process.stopped()
