@@ -1,5 +1,6 @@
-"""The default process, with a real engine."""
+"""The default process, with a real engine; and processes that the system can't start."""
 
+import asyncio
 import errno
 import os
 import subprocess
@@ -12,6 +13,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.processes.child import ProcessSettings
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.default_process import DefaultProcess, EngineStartError
+from multigpu_worker.processes.model_process import ModelProcess
 from multigpu_worker.processes.process import Callbacks
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.waiting import until
@@ -93,6 +95,20 @@ async def test_a_first_process_that_the_system_cannot_start_is_an_error(monkeypa
     with pytest.raises(EngineStartError) as raised:
         await DefaultProcess(SETTINGS, Callbacks()).start()
     assert str(raised.value) == NOT_STARTED
+
+
+async def test_a_model_process_that_the_system_cannot_start_dies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death was reported twice if it was unloaded at the same moment."""
+    callbacks = Callbacks()
+    deaths: list[str] = []
+    callbacks.dispatcher = cast(
+        "Any",
+        SimpleNamespace(engine_died=lambda _, death, *__: deaths.append(death.summary)),
+    )
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    ModelProcess(SETTINGS, callbacks, cast("Any", None), ()).end(0.0)
+    await asyncio.sleep(0.1)
+    assert deaths == ["could not start ([Errno 11] Resource temporarily unavailable)"]
 
 
 async def test_a_reload_for_which_the_system_has_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
