@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.processes.child import ProcessSettings
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.default_process import DefaultProcess, EngineStartError
+from multigpu_worker.processes.ipc.channel import EngineChannel
 from multigpu_worker.processes.model_process import ModelProcess
 from multigpu_worker.processes.process import Callbacks
 from multigpu_worker.session.payload_sharing import Sharing
@@ -95,6 +97,28 @@ async def test_a_first_process_that_the_system_cannot_start_is_an_error(monkeypa
     with pytest.raises(EngineStartError) as raised:
         await DefaultProcess(SETTINGS, Callbacks()).start()
     assert str(raised.value) == NOT_STARTED
+
+
+@pytest.mark.parametrize(("owner", "failing"), [(os, "pidfd_open"), (EngineChannel, "send")])
+async def test_a_process_that_the_agent_cannot_watch_is_ended(
+    monkeypatch: pytest.MonkeyPatch, owner: object, failing: str
+) -> None:
+    """It ran on, and the agent never reaped it."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(owner, failing, no_process)
+    before = descriptors()
+    with pytest.raises(EngineStartError) as raised:
+        await DefaultProcess(SETTINGS, Callbacks()).start()
+    assert str(raised.value) == NOT_STARTED
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    await until(lambda: descriptors() == before)
 
 
 async def test_a_model_process_that_the_system_cannot_start_dies_once(monkeypatch: pytest.MonkeyPatch) -> None:
