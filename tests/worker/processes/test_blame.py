@@ -90,6 +90,19 @@ def test_a_pause_in_which_the_engine_is_not_read_does_not_count_as_time_without_
     assert check(process._limits, 61, slots, running) == "NoProgress"
 
 
+def test_a_hung_task_is_ended_although_its_worker_pauses_every_now_and_then() -> None:
+    """Each pause let its time without progress begin again."""
+    running, slots = batch(1, [1], one_by_one=True), [state(1, 1)]
+    child = SimpleNamespace(ready=True, channel=SimpleNamespace(pause=lambda *, paused: paused))
+    process: Any = SimpleNamespace(child=child, _limits=limits(progress_timeout_s=60))
+    seen = []
+    for period in range(4):
+        seen += [check(process._limits, 50 * period + second, slots, running) for second in range(20)]
+        EngineProcess.pause(process, paused=True)
+        EngineProcess.pause(process, paused=False)
+    assert seen.index("NoProgress") == 63, "60 s and what the checks miss of the pauses"
+
+
 def test_time_in_which_the_worker_is_suspended_does_not_count_as_time_without_progress() -> None:
     """The engine was suspended with it, as by `docker pause`: it was ended in the first check afterwards."""
     made, running, slots = limits(progress_timeout_s=1), batch(1, [1], one_by_one=True), [state(1, 1)]
@@ -97,6 +110,13 @@ def test_time_in_which_the_worker_is_suspended_does_not_count_as_time_without_pr
     assert check(made, 60, slots, running) == ""
     assert check(made, 60.9, slots, running) == ""
     assert check(made, 61, slots, running) == "NoProgress"
+
+
+@pytest.mark.parametrize("suspended_s", [30, 54, 600])
+def test_a_suspension_that_is_shorter_than_the_progress_timeout_is_no_standstill_either(suspended_s: int) -> None:
+    made, running, slots = limits(progress_timeout_s=60), batch(1, [1], one_by_one=True), [state(1, 1)]
+    seconds = [*range(40), *range(39 + suspended_s, 80 + suspended_s)]
+    assert [check(made, second, slots, running) for second in seconds].index("NoProgress") == 61
 
 
 @pytest.fixture
@@ -321,6 +341,7 @@ def test_a_process_that_is_unloaded_during_a_self_test_says_so() -> None:
 def test_a_load_that_was_suspended_with_the_worker_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_watch, "_cpu_ticks", lambda _: 7)
     monkeypatch.setattr(load_watch, "members", lambda pid: [(pid, "S")])
-    watch = load_watch.LoadWatch(60.0)
-    told = [watch.stuck([1], now_s) for now_s in (0.0, 100.0, 100.1, 140.0, 159.0, 161.0)]
-    assert told == [False] * 5 + [True]
+    for suspended_s in (30, 54, 600):
+        watch = load_watch.LoadWatch(60.0, 5.0)
+        seconds = [*range(0, 41, 5), *range(40 + suspended_s, 81 + suspended_s, 5)]
+        assert [watch.stuck([1], float(second)) for second in seconds].index(True) == 14, suspended_s

@@ -115,6 +115,8 @@ def test_an_engine_that_raises_before_any_task_begins_fails_them_all() -> None:
     """Given back, they would come again and again."""
     got = Ends().run(OneByOne(raises_at=1, begins=False), 1, 2)
     assert got == [("TypeError", 1), ("TypeError", 2)]
+    got = Ends().run(OneByOne(raises_at=1, begins=False), 1, 2, 3, 4, lost=(3,), recalled=(4,))
+    assert got == [("given back", 4), ("PayloadLost", 3), ("TypeError", 1), ("TypeError", 2)]
 
 
 def test_results_of_short_tasks_do_not_wait_for_a_long_one() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from multigpu._encoding import JSON
@@ -104,6 +105,20 @@ def test_after_a_damaged_line_no_event_is_sent_twice(tmp_path: Path) -> None:
         _, later = attempt(tmp_path / "events", received, number)
         assert [event["attempt"] for event in later.sent] == [number]
         received += len(later.sent)
+
+
+def test_an_engine_that_is_killed_before_it_removes_a_damaged_line_has_sent_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master had received events whose number did not fit to the file: the next attempt did not send others."""
+    attempt(tmp_path / "events")
+    with (tmp_path / "events").open("ab") as file:
+        file.write(b'{"metrics": {"lo\n')
+    recorder = Recorder()
+    with monkeypatch.context() as full, pytest.raises(OSError, match="no room"):
+        full.setattr(Path, "replace", Mock(side_effect=OSError("no room")))
+        Events(tmp_path / "events", Item(1, 7, 2, b"", 1, b"", 0), recorder)  # type: ignore[arg-type]
+    assert recorder.sent == []
 
 
 def test_a_line_for_which_the_disk_has_no_room_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

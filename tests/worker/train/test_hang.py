@@ -51,12 +51,13 @@ def test_progress_of_any_rank_counts_for_all(clock: list[float]) -> None:
 
 def test_a_suspended_rank_does_not_count_the_time_of_its_suspension(clock: list[float]) -> None:
     """Its script was suspended with it, as by `docker pause`, and was then ended for a hang."""
-    watch = HangWatch(Store(), 10.0)
-    told = []
-    for seconds in (1.0, 60.0, *[1.0] * 10):
-        clock[0] += seconds
-        told.append(watch.hangs())
-    assert told == [False] * 11 + [True]
+    for suspended_s in (5.0, 9.0, 60.0):
+        watch = HangWatch(Store(), 10.0)
+        told = []
+        for seconds in (1.0, suspended_s, *[1.0] * 10):
+            clock[0] += seconds
+            told.append(watch.hangs())
+        assert told == [False] * 11 + [True], suspended_s
 
 
 def test_places_of_ranks_that_do_not_answer_are_said_to_be_unknown(clock: list[float]) -> None:

@@ -62,6 +62,8 @@ class BatchReporter:
         self._shared = shared
         self._batch_id = work.batch_id
         self._items = [*work.batch.items, *(item for item, _ in work.lost)]
+        # The items that the engine got: the payloads of the others are lost.
+        self._runnable = work.batch.items
         self._writer = work.writer
         self._view = shared.page.view
         self._lease_at = slot_at + SlotPage.LEASE
@@ -232,9 +234,10 @@ class BatchReporter:
         """
         text = "".join(traceback.format_exception(error))
         error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
-        unsettled = self._open - self._given_back
-        unbegun = {lease_id for lease_id in unsettled if self._unbegun.get(lease_id) is self._given_back}
-        if len(unbegun) == len(self._items) - len(self._given_back):
+        unbegun = {lease_id for lease_id in self._open if self._unbegun.get(lease_id) is self._given_back}
+        given_back = self._given_back.copy()  # after `unbegun`: the reader's thread moves leases from there to here
+        unsettled, unbegun = self._open - given_back, unbegun - given_back
+        if unbegun == {item.lease_id for item in self._runnable} - given_back:
             unbegun = set()
         if unbegun == unsettled:  # no task's error says it
             sys.stderr.write(text)

@@ -92,7 +92,7 @@ class ModelLoader:
         self._eager = eager
         # Ids of pinned and of unwanted models.
         self._desired: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
+        self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S, _LOAD_CHECK_S)
         self._loads_checked_s = 0.0
         # The instances that have loaded their model, by the model's key.
         self._loaded: dict[str, set[ModelProcess]] = {}

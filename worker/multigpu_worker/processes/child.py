@@ -97,16 +97,21 @@ class ChildProcess:
             with theirs:
                 self._process = self._popen(settings, theirs, output_fd)
             self.pid = self._process.pid
+            opened.callback(self._process.wait)
+            opened.callback(self._sigkill)
             self._pidfd = os.pidfd_open(self.pid)
+            opened.callback(os.close, self._pidfd)
+            self._loop.add_reader(self._pidfd, self._exited)
+            opened.callback(self._loop.remove_reader, self._pidfd)
+            self.channel = EngineChannel(ours, self._blobs, apply_frame, self._broken)
+            opened.callback(self.channel.close)
+            engine = dataclasses.asdict(dataclasses.replace(settings.engine, models={}))
+            limits = settings.memory_bytes, settings.result_bytes_max
+            self.channel.send(("settings", engine, slots, sources or {}, imports, *limits), [])
             opened.pop_all()
         os.close(output_fd)
         if self._mps is not None:
             self._mps.started(self.pid)
-        self._loop.add_reader(self._pidfd, self._exited)
-        self.channel = EngineChannel(ours, self._blobs, apply_frame, self._broken)
-        engine = dataclasses.asdict(dataclasses.replace(settings.engine, models={}))
-        limits = settings.memory_bytes, settings.result_bytes_max
-        self.channel.send(("settings", engine, slots, sources or {}, imports, *limits), [])
 
     def _popen(self, settings: ProcessSettings, theirs: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
         fds = (theirs.fileno(), self.page.fd, self._blobs.fd)

@@ -14,7 +14,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.load_watch import LoadWatch
 from multigpu_worker.processes.process import Callbacks, EngineProcess
-from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
+from multigpu_worker.processes.start import NOT_STARTED, READY_S, SLOW_START_S, EngineStart
 from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
@@ -97,7 +97,7 @@ class DefaultProcess(EngineProcess):
         self._was_ready = self._useful = False
         self._importing = self.slow_start = self._stuck = ""
         if self.child is not None:
-            self._loop.call_later(SLOW_START_S, self._check_start, self.child, LoadWatch(READY_S))
+            self._loop.call_later(SLOW_START_S, self._check_start, self.child, LoadWatch(READY_S, SLOW_START_S))
 
     def _check_start(self, child: ChildProcess, watch: LoadWatch) -> None:
         """Report what a slow start waits for, and end one that hangs."""
@@ -178,6 +178,8 @@ class DefaultProcess(EngineProcess):
     def _died(self, death: Death) -> None:
         if not self._first_ready.done():
             reason = self._stuck or f"the engine process {death.summary} before it was ready; its output is in the log"
+            if death.start_error:
+                reason = NOT_STARTED.format(death.start_error)
             self._first_ready.set_exception(EngineStartError(reason))
             return
         if self.stopping or self._first_ready.exception() is not None:
@@ -196,7 +198,9 @@ class DefaultProcess(EngineProcess):
             self._respawn()
 
     def _died_at_start(self, death: Death) -> None:
-        if self.sources is None:
+        if death.start_error:  # this says nothing of handlers that are being reloaded: the next process reads them
+            self._start.rejected(NOT_STARTED.format(death.start_error))
+        elif self.sources is None:
             self.sources = self._sources_before
             while_importing = f"the engine process {death.summary} while it imported them"
             self.reload_error = self.reload_error or self._stuck or while_importing

@@ -7,19 +7,20 @@ from multigpu_worker.process_group import members
 
 
 class LoadWatch:
-    """`still_s`: the time without progress after which a process is stuck."""
+    """`still_s`: the time without progress after which a process is stuck. `interval_s`: between calls of `stuck`."""
 
-    def __init__(self, still_s: float) -> None:
+    def __init__(self, still_s: float, interval_s: float) -> None:
         self._still_s = still_s
+        self._gap_max_s = max(2.0, 2 * interval_s)
         # By pid: its CPU ticks, the ticks of its group (-1: not read), and since when neither has changed.
         self._seen: dict[int, tuple[int, int, float]] = {}
         self._looked_s = 0.0
 
     def stuck(self, pids: Iterable[int], now_s: float) -> bool:
         """Whether one of these processes makes no progress."""
-        if now_s - self._looked_s > self._still_s + 1.0:
-            self._seen.clear()  # the worker was suspended, and perhaps these processes with it
-        self._looked_s = now_s
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        if gap_s > self._gap_max_s:  # the worker was suspended, and perhaps these processes with it
+            self._seen = {pid: (ticks, group, since_s + gap_s) for pid, (ticks, group, since_s) in self._seen.items()}
         still = [self._still(pid, now_s) for pid in pids if pid]
         return any(still)
 

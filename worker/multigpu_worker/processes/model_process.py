@@ -52,7 +52,7 @@ class ModelProcess(EngineProcess):
     def end(self, grace_s: float) -> None:
         """Let the process write its files and end; kill it after `grace_s`."""
         self.takes_no_batches = True
-        if self.stopping:
+        if self.stopping or self._dying:
             return
         self.stopping = True
         if self.child is None:

@@ -95,6 +95,8 @@ class EngineProcess:
         self._slots_max = slots_max
         self._loop = asyncio.get_running_loop()
         self._output = OutputLog(self._loop)
+        # The system could not start the process: `_died` will be called.
+        self._dying = False
         # Under MPS: the task that waits until the process may start.
         self._starting: asyncio.Task[None] | None = None
         # The process takes no new batches.
@@ -133,8 +135,6 @@ class EngineProcess:
         """Read nothing from the engine for now, or go on."""
         if self.child is not None and self.child.ready:
             self.child.channel.pause(paused=paused)
-            if not paused:  # the engine may have waited for the agent to read: that is no standstill
-                self._limits.reset()
 
     def kill(self) -> None:
         """Call ChildProcess.kill if a process runs."""
@@ -156,7 +156,7 @@ class EngineProcess:
         self._output.close()
 
     def _may_spawn(self) -> bool:
-        return not self.stopping and self.child is None
+        return not self.stopping and not self._dying and self.child is None
 
     def _respawn(self) -> None:
         """Start the process; under MPS, as soon as an engine can connect to the MPS server."""
@@ -185,6 +185,7 @@ class EngineProcess:
                 imports=self.imports,
             )
         except OSError as error:  # the owner of this object does not expect its death before this call returns
+            self._dying = True
             self._loop.call_soon(self._died, Death(returncode=1, slots=[], start_error=str(error)))
             return
         self.pid = self.child.pid
@@ -381,6 +382,7 @@ class EngineProcess:
         self._callbacks.dispatcher.given_back(given_back)
 
     def _died(self, death: Death) -> None:
+        self._dying = False
         inside = bool(self.batches)
         judged = self._evidence.judge(death, self.batches)
         external_cause = (

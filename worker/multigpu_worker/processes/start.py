@@ -9,6 +9,7 @@ KILLS_MAX = 3
 READY_S = 60.0
 # A start that takes longer than this is reported, with what the process imports.
 SLOW_START_S = 5.0
+NOT_STARTED = "the system could not start an engine process: {}; free processes, memory or file descriptors"
 
 
 class EngineStart:

@@ -28,7 +28,6 @@ class Events:
         """OSError: the file can't be read or written."""
         self._item = item
         self._reporter = reporter
-        self._sent_bytes = 0
         # By the script's clock: when it reported first; and by the names of metrics, when the last report was kept.
         self._first_s = 0.0
         self._kept_s: dict[tuple[str, ...], float] = {}
@@ -36,23 +35,19 @@ class Events:
         self._left_out: dict[tuple[str, ...], dict[str, Any]] = {}
         # The last metrics, with their step, and the last checkpoint.
         self.last: dict[str, Any] = {"step": None, "metrics": {}, "checkpoint": None}
-        known, damaged = _whole_lines(path), set[int]()
-        for index, line in enumerate(known):
-            try:
-                self._note(json.loads(line))
-            except (ValueError, TypeError, KeyError):  # the events before and after it still count
-                damaged.add(index)
-                continue
-            if index < item.partials_received:
-                self._sent_bytes += len(line) + OVERHEAD_BYTES
-            else:
-                self._send(line)
-        # The next attempt compares the number of lines with what the master has received: keep none that was not sent.
-        if unsent := {index for index in damaged if index >= item.partials_received}:
+        known = _whole_lines(path)
+        received, rest = known[: item.partials_received], known[item.partials_received :]
+        self._sent_bytes = sum(len(line) + OVERHEAD_BYTES for line in received if self._note_line(line))
+        unsent = [line for line in rest if self._note_line(line)]
+        # The next attempt compares the number of lines with what the master has received: keep none that is not sent,
+        # and send none before.
+        if len(unsent) < len(rest):
             fresh = path.with_name(f".{path.name}.new")
-            fresh.write_bytes(b"".join(line + b"\n" for index, line in enumerate(known) if index not in unsent))
+            fresh.write_bytes(b"".join(line + b"\n" for line in received + unsent))
             fresh.replace(path)
         self._file = path.open("ab", buffering=0)
+        for line in unsent:
+            self._send(line)
 
     def begin(self, job: Job, world_size: int, logs: Path) -> None:
         """An attempt begins."""
@@ -85,6 +80,14 @@ class Events:
         for event in self._left_out.values():
             self._add(event)
         self._left_out.clear()
+
+    def _note_line(self, line: bytes) -> bool:
+        """Note an event of the file. Returns whether it is whole: those before and after a damaged one still count."""
+        try:
+            self._note(json.loads(line))
+        except (ValueError, TypeError, KeyError):
+            return False
+        return True
 
     def _note(self, event: dict[str, Any]) -> None:
         if "metrics" in event:

@@ -36,8 +36,8 @@ class HangWatch:
         now = time.monotonic()
         if now - self._looked_s < LOOK_S:
             return False
-        if now - self._looked_s > self._limit_s + 2 * LOOK_S:
-            self._changed_s = now  # this process was suspended, and perhaps its script with it
+        if now - self._looked_s > 3 * LOOK_S:
+            self._changed_s += now - self._looked_s  # this process was suspended, and perhaps its script with it
         self._looked_s = now
         count = self._store.add("progress", int(self._progressed))
         self._progressed = False

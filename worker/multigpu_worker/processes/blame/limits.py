@@ -11,6 +11,10 @@ from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.session import TaskError
 
+# Limits are checked 20 times a second. If no check was made for longer than this, the agent was suspended, and
+# perhaps the engine with it; or it did not read from the engine, which may have waited for that.
+UNCHECKED_S = 2.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
@@ -49,9 +53,10 @@ class Limits:
         cancelled_ns: Mapping[int, int],
     ) -> Violation | None:
         """The limit that a slot breaks, if any. `cancelled_ns`: when each lease was cancelled, on the slots' clock."""
-        if now_ns - self._checked_ns > (self.progress_timeout_s + 1) * 1e9:
-            self.reset()  # the agent was suspended, and perhaps the engine with it
-        self._checked_ns = now_ns
+        unchecked_ns, self._checked_ns = now_ns - self._checked_ns, now_ns
+        if unchecked_ns > UNCHECKED_S * 1e9:
+            for standstill in self._standstills.values():
+                standstill.since_ns += unchecked_ns
         stalled: TaskError | None = None
         still: set[tuple[int, int]] = set()
         for slot, state in enumerate(slots):
