@@ -29,7 +29,6 @@ async def send_events(
             async for data in events:
                 await request.begin_events()
                 if request.method == "HEAD":
-                    end = b""
                     break
                 if data:
                     await request.write(data)

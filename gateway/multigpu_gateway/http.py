@@ -173,9 +173,15 @@ class Request:
             self._written_at = asyncio.get_running_loop().time()
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Sends the next part of a response. Waits while the client reads too slowly. No-op after a disconnect."""
+        """Sends the next part of a response, which is empty for HEAD. Waits while the client reads too slowly. No-op
+        after a disconnect.
+        """
         self._written_at = self._written_at and asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send_part(data, more=more)
+
+    async def _send_part(self, data: bytes, *, more: bool) -> None:
+        part = b"" if self.method == "HEAD" else data
+        await self._send({"type": "http.response.body", "body": part, "more_body": more})
 
     def while_connected(self, *, events: bool = False) -> "WhileConnected":
         """Returns a context manager that cancels its block, and raises DisconnectedError, when the client disconnects.
@@ -199,7 +205,7 @@ class Request:
                 if late:
                     await self.begin_events()
                 if late or (self._written_at and idle_s >= HEARTBEAT_S):
-                    await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                    await self._send_part(_COMMENT, more=True)
 
 
 def _too_large(bytes_max: int) -> HttpError:

@@ -56,6 +56,12 @@ async def valid_without_events() -> AsyncGenerator[bytes, None]:
     await asyncio.sleep(60)
 
 
+async def late() -> AsyncGenerator[bytes, None]:
+    await asyncio.sleep(0.2)
+    raise HttpError(404, "nobody has it")
+    yield b""
+
+
 async def test_head_gets_the_headers_of_a_valid_stream_at_once() -> None:
     caller = Caller()
     caller.request.method = "HEAD"
@@ -69,6 +75,21 @@ async def test_head_of_an_invalid_stream_has_the_status_of_get() -> None:
     with pytest.raises(HttpError, match="wrong"):
         await caller.take(events(fails=HttpError(404, "wrong")))
     assert caller.sent == []
+
+
+async def test_head_of_a_stream_that_ends_without_events_has_no_body() -> None:
+    caller = Caller()
+    caller.request.method = "HEAD"
+    await caller.take(events())
+    assert (caller.sent[0]["status"], caller.body, caller.sent[-1]["more_body"]) == (200, b"", False)
+
+
+async def test_head_of_a_late_stream_that_fails_has_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "HEARTBEAT_S", 0.05)
+    caller = Caller()
+    caller.request.method = "HEAD"
+    await caller.take(late())
+    assert (caller.sent[0]["status"], caller.body, caller.sent[-1]["more_body"]) == (200, b"", False)
 
 
 async def test_a_valid_stream_without_events_begins_at_once() -> None:
@@ -107,12 +128,6 @@ async def test_an_error_after_it_is_an_event() -> None:
 async def test_an_error_of_a_late_stream_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "HEARTBEAT_S", 0.05)
     caller = Caller()
-
-    async def late() -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(0.2)
-        raise HttpError(404, "nobody has it")
-        yield b""
-
     await caller.take(late())
     assert caller.body.endswith(b'data: "nobody has it"\n\nend')
 

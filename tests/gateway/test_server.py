@@ -70,7 +70,7 @@ async def test_an_answer_that_breaks_off_counts_for_its_route_and_status() -> No
         yield b"x"
         raise HttpError(503, "the master restarts")
 
-    async def serve(request: Any, _connected: Any) -> None:
+    async def serve(request: Any, _pair: Any) -> None:
         await request.respond_parts(parts(), b"text/plain")
 
     async def send(message: Any) -> None:

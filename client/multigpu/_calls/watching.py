@@ -30,8 +30,8 @@ _SKIPPED_ANOTHER = (
 async def frames(
     connection: Connection, request: task_service_pb2.WatchRequest
 ) -> AsyncGenerator[list[tuple[Outcome, str]], None]:
-    """Yields lists of (outcome, cursor), for ever. The first may be empty: the master has accepted the cursor. Raises
-    CursorExpiredError, TransportError.
+    """Yields lists of (outcome, cursor), for ever. Lists may be empty. The first list shows that the master has
+    accepted the cursor. Raises CursorExpiredError, TransportError.
     """
     request.cursor, skip, last_task_id = _parse(request.cursor)
     give_up = asyncio.get_running_loop().time() + connection.connect_timeout_s

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -52,17 +53,17 @@ class LoopThread:
             raise _closed()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        """Runs the coroutine on the event loop. ClientClosedError: the loop has ended."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        except RuntimeError:
-            coroutine.close()
-            raise _closed() from None
-        if self._ended:
-            self._thread.join()
-            coroutine.close()  # it may not have begun; Python warns of a coroutine that never does
-            raise _closed()
-        return future
+        """Runs the coroutine on the event loop. ClientClosedError: the loop has ended. If it ends meanwhile, this waits
+        for the end of the thread.
+        """
+        if not self._ended:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+                if not self._ended:
+                    return future
+                self._thread.join()  # this is another thread: on the loop's own, `_ended` has not changed
+        coroutine.close()  # it may not have begun; Python warns of a coroutine that never does
+        raise _closed()
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""

@@ -244,7 +244,7 @@ class LocalMaster:
     def _work(self, handler: Handler, batch: Batch, reporter: LocalReporter) -> None:
         """On the slot's thread."""
         try:
-            if handler not in self._engines:  # or another slot makes it too: the first counts
+            if handler not in self._engines:  # another slot may make one at the same time: the first is kept
                 self._engines.setdefault(handler, (engine_of(handler, self._instances), threading.Lock()))
             engine, together = self._engines[handler]
             with contextlib.nullcontext() if engine.one_by_one else together:

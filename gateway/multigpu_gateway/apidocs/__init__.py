@@ -21,10 +21,10 @@ def routes_of(described: Mapping[str, Route]) -> dict[str, Route]:
     """Returns the two routes, for a document that describes the routes in `described`."""
     made = cache(lambda: document(described))
 
-    async def openapi(request: Request, _connected: ClientPair) -> None:
+    async def openapi(request: Request, _pair: ClientPair) -> None:
         await request.respond(200, msgspec.json.encode(made()))
 
-    async def show(_request: Request, _connected: ClientPair) -> Page:
+    async def show(_request: Request, _pair: ClientPair) -> Page:
         return Page("docs.html", _values(made()), live=False)
 
     return {JSON_PATH: _public(openapi), PAGE_PATH: _public(page(show))}

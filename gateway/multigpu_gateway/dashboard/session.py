@@ -15,13 +15,13 @@ def token_of(request: Request) -> str:
     return request.token or request.cookie(COOKIE)
 
 
-async def show(request: Request, _connected: ClientPair) -> Page:
+async def show(request: Request, _pair: ClientPair) -> Page:
     target = request.query.get("next", "")
     rejected = "The master refuses this token: it is unknown, was revoked or has expired."
     return _page(target, rejected if target and request.cookie(COOKIE) else "")
 
 
-async def sign_in(request: Request, _connected: ClientPair) -> Page | Redirect:
+async def sign_in(request: Request, _pair: ClientPair) -> Page | Redirect:
     form = await form_of(request)
     token, target = form.get("token", "").strip(), form.get("next", "")
     readable = token.isascii() and token.isprintable() and not set(token) & set(' ",;\\')
@@ -30,7 +30,7 @@ async def sign_in(request: Request, _connected: ClientPair) -> Page | Redirect:
     return Redirect(_local(target), _cookie(request, token))
 
 
-async def sign_out(request: Request, _connected: ClientPair) -> Redirect:
+async def sign_out(request: Request, _pair: ClientPair) -> Redirect:
     return Redirect(SIGN_IN, _cookie(request, ""))
 
 

@@ -16,7 +16,7 @@ _FILES = {
 }
 
 
-async def serve(request: Request, _connected: ClientPair) -> None:
+async def serve(request: Request, _pair: ClientPair) -> None:
     name = request.path.removeprefix("/ui/static/")
     if name not in _FILES:
         raise HttpError(NOT_FOUND, f"there is no {request.path}")

@@ -14,7 +14,7 @@ from multigpu.task import Task, TaskState
 from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard import text
 from multigpu_gateway.dashboard.pages import Page
-from multigpu_gateway.rest.values import data_fields
+from multigpu_gateway.rest.values import data_value
 
 TEXT_CHARACTERS_MAX = 20_000
 CANDIDATES_MAX = 20
@@ -57,7 +57,7 @@ async def show(pair: ClientPair, task_id: int) -> Page:
         "candidates": explanation.candidates[:CANDIDATES_MAX] if found.state is TaskState.QUEUED else (),
         "width": WIDTH,
         "start": await _start(pair, explanation), "follow": outcome is None and bool(found.request_id),
-        "result": _text(outcome.result, outcome.content_type) if outcome is not None and outcome.succeeded else None,
+        "result": _result(outcome),
         "partials": _partials(outcome), "job": found.kind == TRAIN, "reports": _reports(found),
     }  # fmt: skip
     return Page("task.html", values, live=outcome is None)
@@ -143,19 +143,32 @@ def _reports(task: Task) -> str:
     return f"[{','.join(data.decode() for data in task.outcome.message.partials)}]"
 
 
+def _result(outcome: Outcome | None) -> str | None:
+    if outcome is None or not outcome.succeeded:
+        return None
+    return _text(data_value(outcome.result, outcome.content_type))
+
+
 def _partials(outcome: Outcome | None) -> str:
     if outcome is None:
         return ""
     types = outcome.message.partial_content_types or [""] * len(outcome.message.partials)
-    return "\n".join(_text(*each) for each in zip(outcome.message.partials, types, strict=True))
+    return "".join(_partial(*each) for each in zip(outcome.message.partials, types, strict=True))
 
 
-def _text(data: bytes, content_type: str) -> str:
-    """Returns the data as a person can read them: JSON or text, shortened, or else the number of bytes."""
-    (value,) = data_fields("", [data], [content_type], repeated=False).values()
+def _partial(data: bytes, content_type: str) -> str:
+    """Returns a partial output as dashboard.js shows it while the task runs: text as it is, else one line."""
+    value = data_value(data, content_type)
+    return _text(value, indent=-1) + ("" if isinstance(value, str) else "\n")
+
+
+def _text(value: Any, *, indent: int = 2) -> str:
+    """Returns what data_value returned as a person can read it: JSON or text, shortened, or else the number of bytes.
+    `indent` -1: JSON on one line.
+    """
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
-    shown = value if isinstance(value, str) else msgspec.json.format(msgspec.json.encode(value)).decode()
+    shown = value if isinstance(value, str) else msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
     return (
         shown if len(shown) <= TEXT_CHARACTERS_MAX else f"{shown[:TEXT_CHARACTERS_MAX]} … ({len(shown):,} characters)"
     )

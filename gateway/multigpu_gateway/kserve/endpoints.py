@@ -83,11 +83,11 @@ class Endpoints:
         self._inference = inference
         self._clients = clients
 
-    async def live(self, request: Request, _connected: ClientPair) -> None:
+    async def live(self, request: Request, _pair: ClientPair) -> None:
         """Responds 200."""
         await request.respond(200, b"")
 
-    async def ready(self, request: Request, _connected: ClientPair) -> None:
+    async def ready(self, request: Request, _pair: ClientPair) -> None:
         """Responds 200 if the master answers, else 400."""
         try:
             await self._clients.check_master()
@@ -95,7 +95,7 @@ class Endpoints:
             raise HttpError(BAD_REQUEST, str(error)) from error
         await request.respond(200, b"")
 
-    async def metadata(self, request: Request, _connected: ClientPair) -> None:
+    async def metadata(self, request: Request, _pair: ClientPair) -> None:
         """Responds with the gateway's name, version and extensions."""
         await _respond(request, json_value(models.server_metadata(shared_memory=self._inference.regions is not None)))
 
@@ -187,11 +187,11 @@ class MemoryEndpoints:
             await self._regions.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), pair)
         await request.respond(200, b"")
 
-    async def cuda_status(self, request: Request, _connected: ClientPair) -> None:
+    async def cuda_status(self, request: Request, _pair: ClientPair) -> None:
         """Responds with no regions: GPU memory can't be shared. Clients call this before they start."""
         await _respond(request, [])
 
-    async def cuda_unregister(self, request: Request, _connected: ClientPair) -> None:
+    async def cuda_unregister(self, request: Request, _pair: ClientPair) -> None:
         """Does nothing: no region can be registered. Clients call this before they start."""
         await request.respond(200, b"")
 

@@ -111,10 +111,10 @@ class InferenceService:
         outputs = await self._inference.run(request, request.raw_input_contents, pair, call)
         return response_of(request, outputs)
 
-    async def _metadata(self, _request: pb.ServerMetadataRequest, _connected: ClientPair) -> pb.ServerMetadataResponse:
+    async def _metadata(self, _request: pb.ServerMetadataRequest, _pair: ClientPair) -> pb.ServerMetadataResponse:
         return models.server_metadata(shared_memory=self._inference.regions is not None)
 
-    async def _ready(self, _request: pb.ServerReadyRequest, _connected: ClientPair) -> pb.ServerReadyResponse:
+    async def _ready(self, _request: pb.ServerReadyRequest, _pair: ClientPair) -> pb.ServerReadyResponse:
         try:
             await self._clients.check_master()
         except errors.MultigpuError:
@@ -122,7 +122,7 @@ class InferenceService:
         return pb.ServerReadyResponse(ready=True)
 
 
-async def _live(_request: pb.ServerLiveRequest, _connected: ClientPair) -> pb.ServerLiveResponse:
+async def _live(_request: pb.ServerLiveRequest, _pair: ClientPair) -> pb.ServerLiveResponse:
     return pb.ServerLiveResponse(live=True)
 
 

@@ -207,11 +207,11 @@ async def _check_token(pair: ClientPair) -> None:
     await pair.client.count()
 
 
-async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _connected: ClientPair) -> Message:
+async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _pair: ClientPair) -> Message:
     """Returns no regions: GPU memory can't be shared. Clients call this before they start."""
     return pb.CudaSharedMemoryStatusResponse()
 
 
-async def cuda_unregister(_request: pb.CudaSharedMemoryUnregisterRequest, _connected: ClientPair) -> Message:
+async def cuda_unregister(_request: pb.CudaSharedMemoryUnregisterRequest, _pair: ClientPair) -> Message:
     """Does nothing: no region can be registered. Clients call this before they start."""
     return pb.CudaSharedMemoryUnregisterResponse()

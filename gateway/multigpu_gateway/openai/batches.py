@@ -50,8 +50,6 @@ LIST_MAX = 100
 _SUBMIT_LINES, _FETCH = 5_000, 64
 OUTPUT, ERRORS = "-output", "-errors"
 ENDED = ("completed", "expired", "cancelled")
-# The reason in the outcomes of tasks that were cancelled with their batch.
-_BATCH_CANCELLED = "its batch was cancelled"
 # Statuses of temporary errors: a limit is reached, or the master is not available.
 _PASSING = (TOO_MANY, UNAVAILABLE, LATE)
 
@@ -214,7 +212,7 @@ async def _cancel(request: Request, client: AsyncClient, batch_id: str) -> None:
 async def _cancel_lines(client: AsyncClient, record: Record) -> None:
     """Cancels the tasks of all lines that have been submitted."""
     names = [record.name(line) for line in range(1, record.lines + 1)]
-    await client.cancel(*names, reason=_BATCH_CANCELLED)
+    await client.cancel(*names, reason="its batch was cancelled")
 
 
 def is_output(file_id: str) -> bool:
@@ -375,6 +373,7 @@ async def _output_lines(
     """Yields the lines of the output file or of the error file, in the order of the input file."""
     endpoint = ENDPOINTS[record.endpoint]
     file = await files.metadata(client, record.input_file_id)
+    cancelled = await _is_cancelled(client, record)
     number = 0
     part: list[bytes] = []
     async for text in files.lines(client, file, line_bytes_max):
@@ -384,7 +383,7 @@ async def _output_lines(
             first = number - len(part) + 1
             outcomes = await asyncio.gather(*(_outcome(client, record.name(first + at)) for at in range(len(part))))
             found = [
-                _line_of(record, endpoint, first + at, line, outcome)
+                _line_of(record, endpoint, first + at, line, outcome, batch_cancelled=cancelled)
                 for at, (line, outcome) in enumerate(zip(part, outcomes, strict=True))
                 if (outcome is None or not outcome.succeeded) is errors
             ]
@@ -401,13 +400,15 @@ async def _outcome(client: AsyncClient, name: str) -> Outcome | None:
         return None
 
 
-def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outcome: Outcome | None) -> bytes:
+def _line_of(
+    record: Record, endpoint: Endpoint, number: int, text: bytes, outcome: Outcome | None, *, batch_cancelled: bool
+) -> bytes:
     line = _line.decode(text)
     response, error = None, None
     state = outcome.state if outcome is not None else None
     if state is OutcomeState.EXPIRED or (state is None and record.expired):
         error = {"code": "batch_expired", "message": "the batch expired before this request ran"}
-    elif outcome is None or (state is OutcomeState.CANCELLED and outcome.error_message == _BATCH_CANCELLED):
+    elif outcome is None or (state is OutcomeState.CANCELLED and batch_cancelled):
         error = {"code": "batch_cancelled", "message": "the batch was cancelled before this request ran"}
     else:
         status = 200

@@ -92,12 +92,13 @@ async def _outcomes(pair: ClientPair, query: OutcomesQuery) -> AsyncGenerator[by
     if query.from_now:
         cursor = await pair.client.current_cursor()
         yield named_event("cursor", {"cursor": cursor}, cursor)
-    # AsyncClient.watch yields nothing when the master has accepted the cursor.
+    # AsyncClient.watch hides empty frames, of which the first shows that the master has accepted the cursor.
     frames = pair.client._core.watch(cursor, from_now=False, queue=query.queue, kind=query.kind)  # noqa: SLF001
     try:
         async with aclosing(frames):
             async for frame in frames:
-                yield b""
+                if not frame:
+                    yield b""
                 for outcome, after in frame:
                     yield named_event("outcome", outcome_dict(outcome), after)
     except errors.InvalidTaskError as error:

@@ -31,11 +31,21 @@ def outcome_dict(outcome: Outcome) -> dict[str, Any]:
 
 def data_fields(name: str, contents: Any, types: Any, *, repeated: bool) -> dict[str, Any]:
     """Returns the field for payloads, results or partial outputs: `name`, or NAME_base64 if one stays bytes."""
-    values = [_data(*each) for each in zip(contents, types, strict=True)]
+    values = [data_value(*each) for each in zip(contents, types, strict=True)]
     if any(isinstance(each, bytes) for each in values):
         name += "_base64"
         values = [base64.b64encode(each).decode() for each in contents]
     return {name: values if repeated else values[0]}
+
+
+def data_value(data: bytes, content_type: str) -> Any:
+    """Returns a JSON value, or text if there is no content type; `data` if it has another type, or is invalid."""
+    try:
+        if content_type == JSON and data:
+            return _decode(data)
+        return data.decode() if content_type in ("", JSON) else data
+    except (ValueError, RecursionError):
+        return data
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -76,13 +86,3 @@ def _value(field: Any, content: Any) -> Any:
 def is_id(field: Any) -> bool:
     """Whether a field holds ids. They are strings in JSON, because other languages would round such large numbers."""
     return field.type == field.TYPE_UINT64 and bool(field.name.endswith(("_id", "_ids")))
-
-
-def _data(data: bytes, content_type: str) -> Any:
-    """Returns a JSON value, or text if there is no content type; `data` if it has another type, or is invalid."""
-    try:
-        if content_type == JSON and data:
-            return _decode(data)
-        return data.decode() if content_type in ("", JSON) else data
-    except (ValueError, RecursionError):
-        return data

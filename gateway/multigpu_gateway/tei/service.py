@@ -151,7 +151,7 @@ def services(config: GatewayConfig, clients: Clients, metrics: Metrics) -> dict[
     return found
 
 
-async def _not_served(_request: Message, _connected: ClientPair, _call: GrpcCall) -> Message:
+async def _not_served(_request: Message, _pair: ClientPair, _call: GrpcCall) -> Message:
     raise HttpError(NOT_IMPLEMENTED, "sparse vectors are not served: Embed and EmbedAll are; docs/compatibility.md")
 
 

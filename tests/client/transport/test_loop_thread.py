@@ -1,6 +1,8 @@
 """The thread with the event loop of a synchronous client."""
 
+import asyncio
 import concurrent.futures
+import inspect
 import threading
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -41,8 +43,29 @@ def test_what_is_submitted_while_the_loop_ends_ends_too() -> None:
     assert not lost
 
 
+def test_a_submit_on_the_thread_of_a_loop_that_ends_is_rejected() -> None:
+    """It waited for its own thread, and raised RuntimeError."""
+    thread = LoopThread("test")
+    errors: list[BaseException] = []
+    late = nothing()
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            try:
+                thread.submit(late)
+            except Exception as error:
+                errors.append(error)
+
+    thread.submit(endless())
+    thread.finish(nothing())
+    assert [type(error) for error in errors] == [ClientClosedError]
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+
+
 def test_a_map_that_is_left_while_its_client_is_closed_raises_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread closes the client after the map has seen that the loop is open."""
+    """The error of withdrawing its tasks hid the error that ended the map."""
     thread = LoopThread("test")
     calls: Any = SimpleNamespace(withdraw_where=None)
     running = SyncMap(thread, calls, MapBuffer(calls, ordered=True, tasks_max=1, bytes_max=1, timeout_s=None))
@@ -50,10 +73,9 @@ def test_a_map_that_is_left_while_its_client_is_closed_raises_no_other_error(mon
 
     def close(*_: object) -> NoReturn:
         thread.finish(nothing())
-        ended: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=thread.loop.call_soon_threadsafe)
-        thread.loop = ended
         raise KeyboardInterrupt
 
     monkeypatch.setattr(MapBuffer, "pull", close)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         next(results)
+    assert caught.value.__context__ is None

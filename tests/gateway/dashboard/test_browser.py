@@ -139,8 +139,27 @@ def test_partial_outputs_come_while_the_task_runs(page: Page, client: multigpu.C
     expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
     assert page.locator("#stream").inner_text() == "".join(f"part-{n}" for n in range(20))
     page.reload()
-    assert page.locator("#stream").inner_text().split() == [f"part-{n}" for n in range(20)]
+    assert page.locator("#stream").inner_text() == "".join(f"part-{n}" for n in range(20))
     expect(page.locator("svg rect.running")).to_have_count(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "shown"),
+    [("trial.mixed", {"a": [1, "x"]}, '{"given":{"a":[1,"x"]}}\nrawtext'), ("trial.stream", b"\xff", "3 bytes\n" * 5)],
+)
+def test_partial_outputs_look_the_same_while_the_task_runs_and_later(
+    page: Page, fleet: Fleet, client: multigpu.Client, kind: str, payload: Any, shown: str
+) -> None:
+    with multigpu.AdminClient(fleet.address) as admin:
+        admin.pause_queue("mixed")
+        handle = client.submit(kind, payload, queue="mixed")
+        page.goto(f"/ui/tasks/{handle.id}")
+        expect(page.locator("[data-events]")).to_have_count(1)
+        admin.resume_queue("mixed")
+    expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
+    live = page.locator("#stream").text_content()
+    page.reload()
+    assert page.locator("#stream").text_content() == live == shown
 
 
 def test_the_metrics_of_a_job_are_drawn_as_they_come(page: Page, fleet: Fleet, client: multigpu.Client) -> None:

@@ -1,6 +1,7 @@
 """Files and batches by OpenAI's own client: durable, whole, each line once."""
 
 import asyncio
+import hashlib
 import json
 import random
 import time
@@ -195,15 +196,22 @@ def test_a_batch_can_be_cancelled(client: openai.OpenAI, fleet: Fleet) -> None:
 
 def test_a_batch_completes_though_a_task_of_it_was_cancelled(client: openai.OpenAI, fleet: Fleet) -> None:
     url: Any = "/v1/chat/completions"
-    long = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
-    file_id = upload(client, [line(number, url, **long) for number in range(200)])
-    batch = client.batches.create(input_file_id=file_id, endpoint=url, completion_window="24h")
+    short = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    file_id = upload(client, [line(number, url, **short) for number in range(3)])
+    name = f"batch_{hashlib.sha256(b'paused').hexdigest()[:32]}"
+    with multigpu.AdminClient(fleet.address) as admin:
+        admin.pause_queue(name)  # the line still waits when it is cancelled
+    headers = {"Idempotency-Key": "paused"}
+    batch = client.batches.create(input_file_id=file_id, endpoint=url, completion_window="24h", extra_headers=headers)
+    assert batch.id == name
     with fleet.client() as own:
-        own.cancel(f"{batch.id}:200", reason="an operator did it")
+        assert len(own.cancel(f"{name}:3", reason="its batch was cancelled").cancelled_task_ids) == 1
+    with multigpu.AdminClient(fleet.address) as admin:
+        admin.resume_queue(name)
     batch = ended(client, batch.id)
-    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 199, 1)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 1)
     (error,) = written(client, batch.error_file_id)
-    assert (error["custom_id"], error["error"]) == ("line-199", None)
+    assert (error["custom_id"], error["error"]) == ("line-2", None)
     assert (error["response"]["status_code"], error["response"]["body"]["error"]["code"]) == (409, "cancelled")
     assert client.batches.cancel(batch.id).status == "completed"  # it has ended
 

@@ -104,8 +104,9 @@ function follow(element, job) {
   source.addEventListener("partial", (event) => {
     element.closest("section").hidden = false;
     const value = JSON.parse(event.data);
-    const data = value.data ?? value.data_base64;
+    const data = "data" in value ? value.data : `${atob(value.data_base64).length.toLocaleString("en")} bytes\n`;
     job?.add(data);
+    // As task.py shows them after the task has ended.
     element.textContent += typeof data === "string" ? data : JSON.stringify(data) + "\n";
     element.scrollTop = element.scrollHeight;
   });
