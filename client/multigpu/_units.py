@@ -1,4 +1,4 @@
-"""Formats sizes, energy and durations for people: mgpuctl and the dashboard write them in the same way."""
+"""Formats sizes, energy and durations for people, in mgpuctl and on the dashboard."""
 
 import itertools
 
@@ -6,7 +6,7 @@ _UNITS_OF_TIME = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def format_size(count: float) -> str:
-    """Bytes: "512 B", "1.5 MiB"."""
+    """Formats bytes: "512 B", "1.5 MiB"."""
     amount, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1023.5:
@@ -16,7 +16,7 @@ def format_size(count: float) -> str:
 
 
 def format_energy(joules: float) -> str:
-    """Energy: "80 µJ", "12 mJ", "3.4 J", "12 Wh", "1.5 kWh". Idle power that is taken off may make it negative."""
+    """Formats joules: "80 µJ", "12 mJ", "3.4 J", "12 Wh", "1.5 kWh". Less than idle power is negative."""
     if joules < 0:
         return f"-{format_energy(-joules)}"
     if joules == 0:
@@ -31,7 +31,7 @@ def format_energy(joules: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration: "62 µs", "3.5 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "4 d"."""
+    """Formats seconds: "62 µs", "3.5 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "4 d"."""
     if seconds <= 0:
         return "0 s"
     for limit, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (9.95, 1.0, "s")):

@@ -43,7 +43,7 @@ __all__ = [
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 # How long an unresponsive collector may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
-# A line waits for a slow reader of the log at most so long. After a lost line, none waits until the reader goes on.
+# How long each line waits for a slow reader of the log. After a lost line, no line waits until the reader goes on.
 _STALL_S = 0.5
 # Linux: a pipe that is writable takes so many bytes at once.
 _PIPE_BYTES = 4096

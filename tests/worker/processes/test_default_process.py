@@ -61,19 +61,23 @@ NOT_STARTED = (
 )
 
 
+def recording() -> tuple[Callbacks, list[Death]]:
+    """Callbacks, and the deaths that they are told."""
+    callbacks = Callbacks()
+    deaths: list[Death] = []
+    dispatcher = SimpleNamespace(engine_ready=lambda: None, engine_died=lambda _, death, *__: deaths.append(death))
+    callbacks.dispatcher = cast("Any", dispatcher)
+    return callbacks, deaths
+
+
 def descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
 async def test_a_process_that_the_system_cannot_start_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error was raised in a callback, which ended the worker."""
-    callbacks = Callbacks()
+    callbacks, deaths = recording()
     process = DefaultProcess(SETTINGS, callbacks)
-    deaths: list[Death] = []
-    callbacks.dispatcher = cast(
-        "Any",
-        SimpleNamespace(engine_ready=lambda: None, engine_died=lambda _, death, *__: deaths.append(death)),
-    )
     await process.start()
     killed_pid = process.pid
     with monkeypatch.context() as full:
@@ -123,27 +127,17 @@ async def test_a_process_that_the_agent_cannot_watch_is_ended(
 
 async def test_a_model_process_that_the_system_cannot_start_dies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its death was reported twice if it was unloaded at the same moment."""
-    callbacks = Callbacks()
-    deaths: list[str] = []
-    callbacks.dispatcher = cast(
-        "Any",
-        SimpleNamespace(engine_died=lambda _, death, *__: deaths.append(death.summary)),
-    )
+    callbacks, deaths = recording()
     monkeypatch.setattr(subprocess, "Popen", no_process)
     ModelProcess(SETTINGS, callbacks, cast("Any", None), ()).end(0.0)
     await asyncio.sleep(0.1)
-    assert deaths == ["could not start ([Errno 11] Resource temporarily unavailable)"]
+    assert [death.summary for death in deaths] == ["could not start ([Errno 11] Resource temporarily unavailable)"]
 
 
 async def test_a_reload_for_which_the_system_has_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was rejected, as if the new handlers had ended the process."""
-    callbacks = Callbacks()
+    callbacks, deaths = recording()
     process = DefaultProcess(SETTINGS, callbacks)
-    deaths: list[Death] = []
-    callbacks.dispatcher = cast(
-        "Any",
-        SimpleNamespace(engine_ready=lambda: None, engine_died=lambda _, death, *__: deaths.append(death)),
-    )
     await process.start()
     before = process.sources
     with monkeypatch.context() as full:
