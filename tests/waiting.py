@@ -9,7 +9,7 @@ T = TypeVar("T")
 _INTERVAL_S = 0.005
 
 
-def until(condition: Callable[[], T | None], timeout_s: float = 60.0, what: str = "") -> T:
+def until(condition: Callable[[], T | None], timeout_s: float = 240.0, what: str = "") -> T:
     """Calls `condition` until it returns a true value, and returns that. AssertionError after `timeout_s`."""
     end_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -18,7 +18,7 @@ def until(condition: Callable[[], T | None], timeout_s: float = 60.0, what: str 
     return value
 
 
-async def until_async(condition: Callable[[], T | None], timeout_s: float = 60.0, what: str = "") -> T:
+async def until_async(condition: Callable[[], T | None], timeout_s: float = 240.0, what: str = "") -> T:
     """`until` for coroutines: the event loop runs between the calls."""
     end_s = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -46,6 +46,10 @@ if command -v shellcheck >/dev/null; then
 fi
 "$venv/bin/mypy" >"$venv/mypy.log" 2>&1 &
 mypy=$!
+# pytest compiles the tests of a fresh clone once, beside mypy, and not in each of the processes below.
+if [ -z "$(find tests -name '*-pytest-*.pyc' -print -quit)" ]; then
+  "$venv/bin/python" -m pytest --collect-only -qq >/dev/null || true # errors are reported below
+fi
 # Tests of fleets mostly wait: two processes per core keep the cores busy.
 echo "==> pytest"
 "$venv/bin/python" -m pytest -n "$((2 * $(nproc)))" --dist worksteal "$@" || failed=1

@@ -44,21 +44,18 @@ def run(folder: Path, what: Callable[[Chaos], None], kinds: list[str] | None = N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_nothing_acknowledged_is_lost_while_everything_breaks(tmp_path: Path) -> None:
     result = run(tmp_path, lambda chaos: chaos.random_rounds(3))
     assert sum(result.by_kind.values()) >= 6
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_nothing_is_lost_when_a_process_dies_at_any_failpoint(tmp_path: Path) -> None:
     result = run(tmp_path, lambda chaos: chaos.sweep(FAILPOINTS))
     assert sum(n for kind, n in result.by_kind.items() if "at a failpoint" in kind) == len(FAILPOINTS)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(layer.missing_requirement()), reason=layer.missing_requirement())
 def test_nothing_is_lost_when_the_master_restarts_with_a_wrong_clock(tmp_path: Path) -> None:
     result = run(tmp_path, lambda chaos: chaos.random_rounds(2), ["clock", "worker"])
@@ -91,6 +88,5 @@ def cut_one_way(chaos: Chaos) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_cut_one_way_is_noticed_at_both_ends(tmp_path: Path) -> None:
     run(tmp_path, cut_one_way, ["network", "worker"])

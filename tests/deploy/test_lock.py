@@ -117,7 +117,6 @@ PIP = ["install", "--dry-run", "--ignore-installed", "-q", "--no-input", "--only
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_pip_accepts_the_lock() -> None:
     """All dependencies are locked, and each package has a wheel with one of its hashes for this Python."""
     done = run_module("pip", *PIP, "-r", "tools/deploy/lock/cpu-torch.txt", "-r", "tools/deploy/lock/cpu.txt")

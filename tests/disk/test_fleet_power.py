@@ -40,7 +40,6 @@ def test_a_master_whose_disk_fails_says_so_and_ends(tmp_path: Path, file: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_nothing_acknowledged_is_lost_with_the_power_of_a_fleet(tmp_path: Path) -> None:
     seed = int(os.environ.get("DISK_SEED", "0")) or random.randrange(1, 2**32)
     print(f"DISK_SEED={seed}")

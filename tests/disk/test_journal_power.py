@@ -55,7 +55,6 @@ def check_after(disk: Disk, log: list[Record], truth: Truth, root: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_nothing_acknowledged_is_lost_when_the_power_is(folder: Path) -> None:
     seed = int(os.environ.get("DISK_SEED", "0")) or random.randrange(1, 2**32)
     print(f"DISK_SEED={seed}")

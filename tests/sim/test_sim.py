@@ -23,7 +23,7 @@ from tests.sim.sim import Simulation
 from tests.sim.world import ViolationError, World
 
 SEEDS = 500
-SEEDS_ALL, SEEDS_GANGS = 20000, 4000
+SEEDS_ALL, SEEDS_GANGS = 5000, 1000
 COVERAGE_SEEDS = 1500
 BUSY = 891  # a seed with more tasks than its workers can soon run
 
@@ -50,7 +50,6 @@ def test_a_seed_that_once_failed(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seeds", "base"), [(SEEDS_ALL, 0), (SEEDS_GANGS, sim.ALL_GANGS)])
 def test_random_seeds_keep_every_promise(seeds: int, base: int) -> None:
     """The output names each seed that fails; `python -m tests.sim --seed N --trace` repeats it."""
@@ -68,7 +67,6 @@ def test_a_seed_reproduces_a_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_everything_that_can_occur_does() -> None:
     """Each kind of fault, event, command and outcome, and the consequences that some of them must have."""
     done = run_module("tests.sim", "--seeds", str(COVERAGE_SEEDS), "--coverage")
@@ -107,7 +105,6 @@ def test_everything_that_can_occur_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_core_at_scale_settles_all() -> None:
     """The small form of `python -m benchmarks.load.core`, in a process that has the core's own limits."""
     done = run_module("benchmarks.load.core", "--workers-max", "10", "--tasks-max", "1000")

@@ -12,7 +12,7 @@ from tests.worker.toy_models import Answer
 READY = model_pb2.MODEL_STATE_READY
 
 
-async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 20.0) -> Answer:
+async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 240.0) -> Answer:
     word = await stream.run(lease_id, payload, kind="infer", model=model, timeout_s=timeout_s)
     assert word.state == SUCCEEDED, word
     return Answer.of(word.result)

@@ -34,7 +34,7 @@ class WorkerProcess:
     def engine_pids(self) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
-    async def wait(self, timeout_s: float = 60.0) -> int:
+    async def wait(self, timeout_s: float = 240.0) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
 

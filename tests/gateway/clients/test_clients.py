@@ -13,7 +13,7 @@ from tests.gateway.openai_api.test_embeddings import TEXTS
 from tests.gateway.openai_api.test_generate import TALK, greedy
 from tests.worker.generate.generating import Plain
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 LIBRARIES = {
     "langchain": ("langchain-openai==1.7.4",),

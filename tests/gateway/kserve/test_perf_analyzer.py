@@ -26,7 +26,6 @@ def bench(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Be
         yield found
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
 def test_a_case_gets_its_table(bench: Bench, case: str) -> None:
     rows = bench.run(case, WINDOW_S)

@@ -39,7 +39,6 @@ def vectors_in(file: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # it imports torch twice, which takes a minute where many want the processor
 def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_computed_once(tmp_path: Path) -> None:
     file = tmp_path / "cache.db"
     flags = ["--threads", "1", "--embedding-cache-entries", "1000", "--embedding-cache-file", str(file)]

@@ -131,7 +131,6 @@ def payload_of(prompt: str) -> bytes:
     return generate_pb2.GeneratePayload(prompt=prompt, max_tokens=TOKENS).SerializeToString()
 
 
-@pytest.mark.timeout(600)
 def test_text_is_that_of_transformers_and_comes_in_parts(served: Served) -> None:
     wanted = plain(served.model)
     with served.fleet.client() as client:
@@ -145,7 +144,6 @@ def test_text_is_that_of_transformers_and_comes_in_parts(served: Served) -> None
             assert "".join(chunks) == text
 
 
-@pytest.mark.timeout(900)
 def test_a_server_that_is_killed_under_load_loses_no_task(served: Served) -> None:
     wanted = plain(served.model)
     with served.fleet.client() as client:

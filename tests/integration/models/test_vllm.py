@@ -37,7 +37,6 @@ from tests.worker.generate.tiny_llama import save_tiny_llama
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON, reason="there is no .venv-vllm, see tools/vllm_env.sh"),
 ]
 LOAD_TIMEOUT_S = 400.0

@@ -33,7 +33,7 @@ def round_of(fleet: Fleet, client: multigpu.Client, number: int, rng: random.Ran
     steps = job_folder(fleet, name) / "steps-0"
     until(lambda: steps.exists() and len(steps.read_text().split()) >= step, 120)
     kill(fleet, name, victim)
-    outcome = handle.outcome(timeout=240)
+    outcome = handle.outcome()
     if not outcome.succeeded:
         return f"{outcome}"
     if weights(fleet, name) != weights(fleet, "undisturbed"):
@@ -55,7 +55,7 @@ def main() -> int:
     with Fleet(folder, workers=3, worker_flags=["--train-dir", str(folder / "train")]) as fleet:
         fleet.wait_for_workers()
         with fleet.client() as client:
-            client.train("steps.py", list(ARGS), name="undisturbed", world_size=2).result(timeout=240)
+            client.train("steps.py", list(ARGS), name="undisturbed", world_size=2).result()
             for number in range(options.rounds):
                 fleet.wait_for_workers()
                 if wrong := round_of(fleet, client, number, rng):

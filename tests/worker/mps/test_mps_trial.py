@@ -6,7 +6,6 @@ from tests.fakes.mps_trial import run_trial
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_no_client_is_killed_before_terminate_client_was_answered() -> None:
     # With this seed: a worker that stops during a fault, a run timeout, too little memory, and a cancellation.
     tally = await run_trial(runs=2, seed=2, first=399)

@@ -94,7 +94,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     picture = tmp_path / "bench.png"
     flags = ["--batch-size", "4", "--concurrency", "1,3", "--items", "24", "--rounds", "2"]

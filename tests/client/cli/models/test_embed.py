@@ -50,7 +50,6 @@ def succeeded(address: str, queue: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_line_has_its_vector_though_workers_and_master_are_killed(fleet: tuple[Up, str], tmp_path: Path) -> None:
     up, address = fleet
     texts = some_lines(800)
