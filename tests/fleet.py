@@ -276,14 +276,14 @@ class Fleet:
         inputs = [task_pb2.TaskInput(payload=p, request_id=r) for p, r in zip(payloads, names, strict=True)]
         batch = task_pb2.TaskBatch(spec=task_pb2.TaskSpec(kind=kind, **spec), inputs=inputs)
         request = task_service_pb2.SubmitRequest(batches=[batch])
-        return self.tasks.Submit(request, timeout=20, wait_for_ready=True)
+        return self.tasks.Submit(request, timeout=60, wait_for_ready=True)
 
     def get(self, task_id: int, wait_s: float = 0.0) -> Any:
         """The Task; after `wait_s` at most, if it has not ended before."""
         request = task_service_pb2.GetRequest(task_id=task_id)
         if wait_s:
             request.wait.FromNanoseconds(int(wait_s * 1e9))
-        return self.tasks.Get(request, timeout=wait_s + 20, wait_for_ready=True).task
+        return self.tasks.Get(request, timeout=wait_s + 60, wait_for_ready=True).task
 
     def outcome(self, task_id: int, wait_s: float = 60.0) -> Any:
         """The outcome of a task. AssertionError: it has none yet."""
@@ -292,10 +292,10 @@ class Fleet:
         return task.outcome
 
     def stats(self) -> Any:
-        return self.admin.GetStats(admin_pb.GetStatsRequest(), timeout=20, wait_for_ready=True)
+        return self.admin.GetStats(admin_pb.GetStatsRequest(), timeout=60, wait_for_ready=True)
 
     def list_workers(self) -> list[Any]:
-        return list(self.admin.ListWorkers(admin_pb.ListWorkersRequest(), timeout=20, wait_for_ready=True).workers)
+        return list(self.admin.ListWorkers(admin_pb.ListWorkersRequest(), timeout=60, wait_for_ready=True).workers)
 
     def worker(self, name: str) -> Any:
         """A worker as the master sees it."""
@@ -304,7 +304,7 @@ class Fleet:
     def check_health(self, service: str) -> int:
         """Its ServingStatus. RpcError NOT_FOUND: the master knows no such name."""
         request = health_pb2.HealthCheckRequest(service=service)
-        return int(self.health.Check(request, timeout=20, wait_for_ready=True).status)
+        return int(self.health.Check(request, timeout=60, wait_for_ready=True).status)
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def arm(*processes: str) -> None:
         return
     name, call, record = value.split("|")
     point = BY_NAME[name]
-    if point.process in processes and not Path(record).exists():
+    if point.process in processes and not reached(Path(record)):
         owner, attribute = point.owner()
         setattr(owner, attribute, _wrapped(getattr(owner, attribute), point, int(call), Path(record)))
 
@@ -140,6 +140,11 @@ def _wrapped(function: Callable[..., Any], point: Failpoint, call: int, record: 
         return answer
 
     return wrapped_async if inspect.iscoroutinefunction(function) else wrapped
+
+
+def reached(record: Path) -> bool:
+    """Whether the process has written its record: it may be killed between the creation of the file and the write."""
+    return record.exists() and record.stat().st_size > 0
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ class Chaos:
                 self.faults.kill(name, arm=(point, 1 if point.once else self._random.randint(1, 2)))
                 armed[name] = (point, self.folder / f"failpoint-{count}.jsonl", time.monotonic() + REACH_TIMEOUT_S)
             for name, (point, record, end_s) in list(armed.items()):
-                if record.exists():
+                if failpoints.reached(record):
                     del armed[name]
                     tell(f"{name} ended: {point.name}")
                 else:

@@ -104,7 +104,7 @@ async def test_the_watchdog_is_fed_only_with_progress(listener: Listener) -> Non
     notifier = Notifier({"NOTIFY_SOCKET": str(listener.path), "WATCHDOG_USEC": "50000"})
     moving = True
     keeping = asyncio.create_task(notifier.keep(lambda: moving, lambda: "well"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while listener.listen().count("WATCHDOG=1") <= 2:
             await asyncio.sleep(0.01)
     moving = False

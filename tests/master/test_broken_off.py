@@ -24,8 +24,8 @@ async def test_a_submit_is_acknowledged_after_another_in_its_transaction_was_can
     for future in (gone, waiting):  # not urgent: they go to the disk together
         write_buffer.submits([], tell(future), (), False)
     gone.cancel()
-    assert await asyncio.wait_for(waiting, 10) is None
-    await asyncio.wait_for(write_buffer.all_durable(), 10)
+    assert await asyncio.wait_for(waiting, 120) is None
+    await asyncio.wait_for(write_buffer.all_durable(), 120)
     assert not fatal
     await asyncio.to_thread(journal.close, 10)
 

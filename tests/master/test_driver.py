@@ -69,7 +69,7 @@ class Stage:
         return tasks
 
     async def durable(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self.driver.write_buffer.all_durable()
 
 
@@ -288,7 +288,7 @@ async def test_get_does_not_wait_on_for_a_task_that_the_journal_rejects(stage: S
     waiting = asyncio.ensure_future(stage.service.Get(request, None))
     await asyncio.sleep(0)
     stage.driver.handle(ev.SubmitFailed([rejected]))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(NotFoundError, match="no task 'rejected'"):
             await waiting
 
@@ -351,7 +351,7 @@ async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stag
     core.ids.begin(core.ids.end - 4)
     before = core.ids.end
     tasks = stage.submit("a", "b", "c")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while core.ids.end == before:
             await asyncio.sleep(0.001)
     assert all(task.task_id for task in tasks)

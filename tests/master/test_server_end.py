@@ -51,7 +51,7 @@ async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pyte
     master = Master(config, SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
     await master.start()
     await asyncio.to_thread(_send_a_path_that_is_no_text, master.address)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await master.stopped.wait()
     assert master.fatal is not None and "gRPC server" in master.fatal
     await master.stop()

@@ -48,4 +48,4 @@ async def test_a_stream_whose_frame_can_not_be_serialized_ends(tmp_path: Path) -
         raise MemoryError("no room for a frame")
 
     with pytest.raises(CallError, match="no room for a frame"):
-        await asyncio.wait_for(serve_stream(_Silent(), outbox, on_message, serialize), 20)
+        await asyncio.wait_for(serve_stream(_Silent(), outbox, on_message, serialize), 120)

@@ -1,18 +1,17 @@
 """Requests for models through a worker's stream, and the models that it reported."""
 
-import asyncio
-import time
 from collections.abc import Callable
 
 from multigpu.v1 import model_pb2
 
+from tests.waiting import until_async
 from tests.worker.scripted_master import SUCCEEDED, Stream
 from tests.worker.toy_models import Answer
 
 READY = model_pb2.MODEL_STATE_READY
 
 
-async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 240.0) -> Answer:
+async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 20.0) -> Answer:
     word = await stream.run(lease_id, payload, kind="infer", model=model, timeout_s=timeout_s)
     assert word.state == SUCCEEDED, word
     return Answer.of(word.result)
@@ -36,7 +35,4 @@ def models(stream: Stream) -> dict[str, model_pb2.Model]:
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end_s, f"waited in vain for {what}"
-        await asyncio.sleep(0.02)
+    await until_async(condition, what=what)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import BUSY_FACTOR
 from tests.worker.scripted_master import ScriptedMaster, Stream
 from tests.worker.toy_models import Shop
 
@@ -34,8 +35,8 @@ class WorkerProcess:
     def engine_pids(self) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
-    async def wait(self, timeout_s: float = 240.0) -> int:
-        async with asyncio.timeout(timeout_s):
+    async def wait(self, timeout_s: float = 60.0) -> int:
+        async with asyncio.timeout(timeout_s * BUSY_FACTOR):
             return await self.process.wait()
 
     def signal(self, signum: int) -> None:

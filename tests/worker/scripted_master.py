@@ -15,6 +15,8 @@ from multigpu.v1 import task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 
+from tests.waiting import BUSY_FACTOR
+
 
 @dataclass(frozen=True, slots=True)
 class Word:
@@ -77,16 +79,16 @@ class Stream:
     def revoke(self, *lease_ids: int) -> None:
         self.send(revocations=[pb.Revocation(lease_id=lease_id, reason="test") for lease_id in lease_ids])
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 240.0) -> None:
-        async with asyncio.timeout(timeout_s):
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        async with asyncio.timeout(timeout_s * BUSY_FACTOR):
             async with self.changed:
                 await self.changed.wait_for(condition)
 
-    async def reported(self, *lease_ids: int, timeout_s: float = 240.0) -> list[Word]:
+    async def reported(self, *lease_ids: int, timeout_s: float = 60.0) -> list[Word]:
         await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
         return [self.reports[lease_id] for lease_id in lease_ids]
 
-    async def run(self, lease_id: int, payload: bytes = b"", *, timeout_s: float = 240.0, **spec: Any) -> Word:
+    async def run(self, lease_id: int, payload: bytes = b"", *, timeout_s: float = 60.0, **spec: Any) -> Word:
         """Grant one lease, and wait for its report."""
         self.lease([(lease_id, payload)], **spec)
         return (await self.reported(lease_id, timeout_s=timeout_s))[0]
@@ -159,8 +161,8 @@ class ScriptedMaster(WorkerServiceServicer):
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    async def stream(self, timeout_s: float = 240.0) -> Stream:
-        async with asyncio.timeout(timeout_s):
+    async def stream(self, timeout_s: float = 60.0) -> Stream:
+        async with asyncio.timeout(timeout_s * BUSY_FACTOR):
             return await self.streams.get()
 
     async def Session(self, request_iterator: Any, context: Any) -> None:  # noqa: N802  the contract's name

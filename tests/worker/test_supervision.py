@@ -68,4 +68,4 @@ async def test_a_callback_that_failed_ends_the_worker_even_if_that_cannot_be_log
     watched = supervision.Supervision()
     asyncio.get_running_loop().call_soon(fail)
     with pytest.raises(LookupError):
-        await asyncio.wait_for(watched.watch(), 10)
+        await asyncio.wait_for(watched.watch(), 120)

@@ -135,7 +135,7 @@ async def test_a_slow_source_does_not_hold_up_results(master: ScriptedMaster, cl
         yield 3
 
     results = client.map("echo", items())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         assert [await anext(results), await anext(results)] == [1, 2]
         proceed.set()
         assert [value async for value in results] == [3]

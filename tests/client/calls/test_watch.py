@@ -59,7 +59,7 @@ async def test_watch_survives_a_restart_and_reports_a_lost_cursor(master: Script
         await master.stop()
         master.watched = scripted_outcomes(3)
         await master.start()
-        assert (await asyncio.wait_for(third, 10))[0].task_id == 3
+        assert (await asyncio.wait_for(third, 120))[0].task_id == 3
     with pytest.raises(multigpu.CursorExpiredError, match="removed"):
         await anext(client.watch(cursor="-1"))
 
@@ -76,7 +76,7 @@ async def test_watch_survives_an_odd_status_in_a_long_outage(monkeypatch: pytest
 
     async with Returning() as master, multigpu.AsyncClient(master.address) as client:
         master.watched = scripted_outcomes(1)
-        assert (await asyncio.wait_for(anext(client.watch()), 30))[0].task_id == 1
+        assert (await asyncio.wait_for(anext(client.watch()), 120))[0].task_id == 1
 
 
 @pytest.mark.parametrize("cursor", ["x#².5", "x#1.²", "x#" + "1" * 5000 + ".5"], ids=["count", "task", "long"])
@@ -100,4 +100,4 @@ async def test_closing_the_client_ends_a_watch(master: ScriptedMaster) -> None:
     await until_async(lambda: master.watches)
     await client.close()
     with pytest.raises(multigpu.ClientClosedError):
-        await asyncio.wait_for(watch, 30)
+        await asyncio.wait_for(watch, 120)

@@ -97,7 +97,7 @@ async def test_a_fleet_that_was_never_ready_ends_with_a_child_that_dies_each_tim
 ) -> None:
     monkeypatch.setattr(module, "RESTART_DELAY_MAX_S", 0.05)
     child = record.add("master", "raise SystemExit('no module named multigpu_master')")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await record.supervisor.stop_asked.wait()
     assert record.supervisor.rejected is child
     assert child.pid is None
@@ -121,7 +121,7 @@ async def test_long_life_resets_the_backoff(record: Record, monkeypatch: pytest.
 
 async def test_rejection_is_not_retried_and_ends_the_fleet(record: Record) -> None:
     child = record.add("master", "print('the journal is newer than I am'); raise SystemExit(3)", rejections={2, 3})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await record.supervisor.stop_asked.wait()
     assert record.supervisor.rejected is child
     assert child.pid is None

@@ -16,7 +16,7 @@ from multigpu.v1 import task_pb2, task_service_pb2, task_service_pb2_grpc
 from tests.client.scripted_master import OPTIONS, ScriptedMaster
 from tests.waiting import until_async
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 class TlsMaster(ScriptedMaster):

@@ -15,7 +15,7 @@ from multigpu.v1 import task_pb2
 
 from tests.client.scripted_master import ScriptedMaster
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 UNFIT: list[tuple[str, Any]] = [
     ("request_id", 5),
     ("request_id", b"bytes"),
@@ -153,7 +153,7 @@ async def _run_seed(dice: random.Random) -> None:
             error = task.exception()
             assert not isinstance(error, multigpu.TransportError), f"{task.get_name()} met the stream: {error}"
             assert error is None or isinstance(error, multigpu.InvalidTaskError), error
-        assert await asyncio.wait_for(client.run("echo", b"after"), 10) == b"after"
+        assert await asyncio.wait_for(client.run("echo", b"after"), 120) == b"after"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -46,7 +46,7 @@ class Opened:
         for entry in entries:
             self.journal.append(entry)
         with self._committed:
-            assert self._committed.wait_for(lambda: self._count >= target, timeout=20)
+            assert self._committed.wait_for(lambda: self._count >= target, timeout=120)
 
 
 @contextmanager

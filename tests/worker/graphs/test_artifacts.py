@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from multigpu_worker.engines.common.artifacts import MANIFEST, RECENT_S, Artifact, ArtifactError, Artifacts
+
+from tests.waiting import until
 
 MIB = 1 << 20
 KEY = {"model": "weights-1", "precision": "fp16"}
@@ -167,13 +168,6 @@ def processes(number: int, root: Path, log: Path, build_s: float) -> Iterator[li
             process.communicate()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def test_concurrent_builders_build_once(root: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with processes(4, root, log, 0.5) as started:
@@ -192,7 +186,7 @@ def test_killed_builder_leaves_nothing_and_blocks_no_other(artifacts: Artifacts,
     log = tmp_path / "log"
     small = Artifacts(root, 1)
     with processes(1, root, log, 60) as (process,):
-        wait_for(lambda: any((path / "model.plan").exists() for path in root.glob("*.making.*")))
+        until(lambda: any((path / "model.plan").exists() for path in root.glob("*.making.*")))
         age(root)
         # What a live builder makes is not evicted, what nobody makes any more is …
         small.get("plan", KEY, Builder())
@@ -202,7 +196,7 @@ def test_killed_builder_leaves_nothing_and_blocks_no_other(artifacts: Artifacts,
         small.get("plan", {"model": "another"}, Builder())
         assert not list(root.glob("*.making.*"))
     with processes(1, root, log, 60) as (process,):
-        wait_for(lambda: any((path / "model.plan").exists() for path in root.glob("*.making.*")))
+        until(lambda: any((path / "model.plan").exists() for path in root.glob("*.making.*")))
     # … and also when the same key is built.
     with processes(1, root, log, 0) as (process,):
         assert process.communicate("\n")[0] == "a whole plan\n"

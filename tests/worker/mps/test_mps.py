@@ -170,7 +170,7 @@ async def test_an_engine_is_started_again_when_its_daemon_is_back(host: MpsHost)
 async def test_a_worker_that_needs_mps_does_not_start_without_its_daemon(host: MpsHost) -> None:
     host.control(0, "quit")
     rejected, without = await host.launch(0), await host.worker(0, "--mps", "auto")
-    assert await asyncio.wait_for(rejected.process.wait(), 60) == 3
+    assert await asyncio.wait_for(rejected.process.wait(), 120) == 3
     assert f"systemctl start mgpu-mps@{host.device_id(0)}" in rejected.log
     await without.stream.until(lambda: without.stream.heartbeats)
     assert without.stream.heartbeats[-1].mps.state == device_pb2.MPS_STATE_OFF
@@ -181,7 +181,7 @@ async def test_mps_is_off_or_an_error_where_it_is_not_possible(host: MpsHost) ->
     host.gpus.mig(0, 2)
     part = ("--device", host.gpus.mig_uuids(0)[1])
     rejected, without = await host.launch(0, *part), await host.worker(0, "--mps", "auto", *part)
-    assert await asyncio.wait_for(rejected.process.wait(), 60) == 3
+    assert await asyncio.wait_for(rejected.process.wait(), 120) == 3
     assert "MIG is on" in rejected.log
     stream = without.stream
     await stream.until(lambda: stream.heartbeats)
@@ -192,5 +192,5 @@ async def test_mps_is_off_or_an_error_where_it_is_not_possible(host: MpsHost) ->
     host.gpus.mig(0, None)
     host.gpus.gpu(0).compute_mode = 2
     prohibited = await host.launch(0)
-    assert await asyncio.wait_for(prohibited.process.wait(), 60) == 3
+    assert await asyncio.wait_for(prohibited.process.wait(), 120) == 3
     assert "compute mode is PROHIBITED" in prohibited.log

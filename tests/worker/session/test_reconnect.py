@@ -257,7 +257,7 @@ async def test_an_engine_that_begins_while_too_much_is_unsent_waits_too(
             await asyncio.sleep(1.0)
         return made
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         first = await runs(0)
         (pid,) = worker.engine_pids()
         os.kill(pid, signal.SIGKILL)

@@ -50,14 +50,14 @@ class Terminal:
         return "\n".join(self.screen.display)
 
     def wait_for(self, condition: Callable[[str], bool], what: str) -> str:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while not condition(text := self.read()):
             assert time.monotonic() < end, f"waited in vain for {what}:\n{text}"
             assert self.process.poll() is None, (self.process.returncode, text, self.process.communicate()[1])
         return text
 
     def ended(self) -> int:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while self.process.poll() is None:
             self.read()
             assert time.monotonic() < end
