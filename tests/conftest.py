@@ -1,5 +1,6 @@
 """Makes `tests` importable however pytest was started, and resets the log configuration after each test."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import structlog
 # Shells that start a background job, and nohup, make it ignore SIGINT, and so all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Several tests run at once: OpenMP's threads of one test, which spin while they wait, would keep the cores from others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
