@@ -1,8 +1,10 @@
 """Makes `tests` importable however pytest was started, and resets the log configuration after each test."""
 
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +19,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+_BEGIN_S = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked slow too")
+    parser.addoption(
+        "--slow-minutes", type=float, default=math.inf, help="skip what is slow and has not begun after so many minutes"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -28,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--slow-minutes")
+    if item.get_closest_marker("slow") and time.monotonic() - _BEGIN_S > 60 * minutes:
+        pytest.skip(f"not begun within --slow-minutes {minutes:g}: this host is too slow for all tests")
 
 
 @pytest.fixture(autouse=True)

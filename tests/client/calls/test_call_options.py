@@ -72,11 +72,11 @@ NO_MASTER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", NO_MASTER)
 def test_a_timeout_limits_the_connecting_too_and_names_the_cause(name: str) -> None:
-    with multigpu.Client("127.0.0.1:1", timeout=0.5) as client:
+    with multigpu.Client("127.0.0.1:1", timeout=2.0) as client:
         begin = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"within 0\.5 s.*no master.*127\.0\.0\.1:1.*mgpuctl up"):
+        with pytest.raises(TimeoutError, match=r"within 2 s.*no master.*127\.0\.0\.1:1.*mgpuctl up"):
             NO_MASTER[name](client)
-        assert time.monotonic() - begin < 5, "the default of connect_timeout_s is 10 s"
+        assert time.monotonic() - begin < 8, "the default of connect_timeout_s is 10 s"
 
 
 def test_leaving_a_client_that_never_reached_a_master_waits_for_nothing() -> None:

@@ -30,7 +30,7 @@ SMOLLM2 = Path(PACKAGE.origin).parent if PACKAGE is not None and PACKAGE.origin 
 PATIENCE_S = 240.0
 PROMPT = "Hello"
 # Long enough for several deaths, and never the same token for long.
-TOKENS = 3000
+TOKENS = 1500
 SAMPLING: dict[str, Any] = {"max_tokens": TOKENS, "repetition_penalty": 1.3}
 
 

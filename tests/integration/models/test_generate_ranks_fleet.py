@@ -51,8 +51,7 @@ def ranks_of(fleet: Fleet) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("model", ["tensor", "stages"])
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
+@pytest.mark.parametrize(("model", "victim"), [("tensor", "rank 0"), ("stages", "rank 1")])
 def test_streams_outlive_their_ranks(fleet: Fleet, repository: Path, model: str, victim: str) -> None:
     pieces: list[str] = []
     with fleet.client() as client:
