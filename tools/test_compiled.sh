@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
-seeds=2000
+seeds=500
 
 sources="$PWD"
 python="$(realpath --no-symlinks "${PYTHON:-.venv-ci/bin/python}")"
