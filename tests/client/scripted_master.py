@@ -271,7 +271,7 @@ class ThreadedMaster:
         return await ScriptedMaster(answer).start()
 
     def call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
 
     def __enter__(self) -> ScriptedMaster:
         return self.master

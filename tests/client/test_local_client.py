@@ -176,9 +176,9 @@ def test_a_task_is_compared_also_while_a_handle_waits_for_its_request_id(client:
         other = pool.submit(client.run, "local.gate", 2, request_id="one")
         until(lambda: len(stream._state.unsettled()) == 3)
         OPEN.set()
-        assert waiting.result(20) == same.result(20) == 1
+        assert waiting.result(120) == same.result(120) == 1
         with pytest.raises(multigpu.AlreadyExistsError):
-            other.result(20)
+            other.result(120)
     assert SEEN == [1]
 
 

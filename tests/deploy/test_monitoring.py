@@ -145,7 +145,7 @@ class Prometheus:
         """The data that its API answers. AssertionError: it answers an error."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
@@ -157,7 +157,7 @@ class Prometheus:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait(120)
 
 
 def set_sensors(gpus: SimulatedGpus) -> None:

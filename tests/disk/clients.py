@@ -65,7 +65,7 @@ class Client(threading.Thread):
     def pause(self) -> None:
         """Returns when no call is in progress."""
         self._running.clear()
-        assert self._paused.wait(30), f"{self.name} does not pause"
+        assert self._paused.wait(120), f"{self.name} does not pause"
 
     def resume(self) -> None:
         self._paused.clear()

@@ -43,7 +43,7 @@ class DriverUser:
         """Returns the expression's value. DriverError: the expression raised."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the process ended with {self._process.wait(10)}"
+        assert line, f"the process ended with {self._process.wait(120)}"
         answer = json.loads(line)
         if "error" in answer:
             raise DriverError(answer["error"])
@@ -66,7 +66,7 @@ class DriverUser:
 
     def __exit__(self, *_exc: object) -> None:
         self._process.kill()
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=120)
 
 
 class DriverError(Exception):

@@ -200,7 +200,7 @@ def test_a_stop_lets_a_request_end(fleet: Fleet, tmp_path: Path) -> None:
             time.sleep(0.3)
             connection.sendall(b"}")
             assert connection.recv(65_536).startswith(b"HTTP/1.1 400 ")
-        assert stopped.daemon.process.wait(20) == 0
+        assert stopped.daemon.process.wait(120) == 0
 
 
 def test_any_number_of_gateways_serve_a_fleet_and_one_that_is_killed_loses_nothing(

@@ -14,7 +14,7 @@ from tests.fleet import Fleet
 def scrape(fleet: Fleet) -> str:
     """The metrics of a master with `--metrics-listen 127.0.0.1:0`."""
     address = fleet.master.events("metrics are served")[0]["address"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         return str(answer.read().decode())
 
 

@@ -64,7 +64,7 @@ def test_queues_and_strategies(fleet: Fleet, admin: multigpu.AdminClient) -> Non
         assert "paused" in explanation.summary
         assert (explanation.task.task_id, len(explanation.candidates)) == (handle.id, 2)
         assert not admin.resume_queue("nightly").paused
-        assert handle.result(30) == b"x"
+        assert handle.result(120) == b"x"
     limits = admin.set_queue_limits("nightly", tasks_max=5).limits
     assert (limits.tasks_max, limits.bytes_max) == (5, 0)
     before = admin.get_strategy().strategy

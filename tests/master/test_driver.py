@@ -370,7 +370,7 @@ async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monk
     count = stage.journal.count_outcomes
 
     def count_later(wanted: OutcomeFilter) -> dict[int, int]:
-        asyncio.run_coroutine_threadsafe(stage.durable(), loop).result(20)
+        asyncio.run_coroutine_threadsafe(stage.durable(), loop).result(120)
         return count(wanted)
 
     loop = asyncio.get_running_loop()

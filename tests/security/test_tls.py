@@ -137,7 +137,7 @@ def test_a_fleet_over_tls(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) ->
         assert client.run("echo", b"x", queue="q") == b"x"
         assert client.run("echo", bytes(300_000), queue="q") == bytes(300_000)  # sent, not shared
         assert len(list(client.map("echo", [b"y"] * 500, queue="q"))) == 500
-        assert client.submit("echo", b"z", queue="q").result(20) == b"z"
+        assert client.submit("echo", b"z", queue="q").result(120) == b"z"
         with pytest.raises(errors.RejectedError, match="not for the queue"):
             client.run("echo", b"x")
     worker.stop()
@@ -252,10 +252,10 @@ def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
         context = ssl.create_default_context(cafile=secured.ca / "ca.crt")
         for url, shown in (f"https://localhost:{port}/metrics", context), (f"http://localhost:{port}/metrics", None):
             with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)) as caught:
-                urllib.request.urlopen(url, context=shown, timeout=10).read()
+                urllib.request.urlopen(url, context=shown, timeout=60).read()
             assert "rejected" not in str(caught.value)
         context.load_cert_chain(secured.ca / "client.crt", secured.ca / "client.key")
-        text = urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=10).read()
+        text = urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=60).read()
         held.close()
         assert b"mgpu_tasks_submitted_total" in text
         certificate = x509.load_pem_x509_certificate((secured.ca / "master.crt").read_bytes())

@@ -88,7 +88,7 @@ def test_lines_that_are_interrupted_continue_and_run_once(
     ):
         until(lambda: len(out.read_text().splitlines()) == 20 and runs(tmp_path, "begun").total() > 20)
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=120)
     assert process.returncode == status
     if number != signal.SIGKILL:
         assert "Traceback" not in stderr
@@ -113,7 +113,7 @@ def test_lines_continue_on_a_fleet_that_was_stopped_and_started_again(tmp_path: 
             process = subprocess.Popen([*MGPUCTL, *argv], env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
             until(lambda: len(out.read_text().splitlines()) == 20 and runs(tmp_path, "begun").total() > 20)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     (tmp_path / "gate").touch()
     with running(tmp_path, *flags) as up:
@@ -133,7 +133,7 @@ def test_lines_on_standard_input_continue_without_wait(address: str) -> None:
         process.stdin.flush()
         printed = [process.stdout.readline() for _ in range(1000)]
         process.send_signal(signal.SIGINT)
-        rest, stderr = process.communicate(timeout=30)
+        rest, stderr = process.communicate(timeout=120)
     assert (process.returncode, rest) == (130, "")
     assert "1,000 lines submitted, and their tasks go on" in stderr
     again = ok(address, *continuing(stderr), input="\n".join(lines)).splitlines(keepends=True)

@@ -130,7 +130,7 @@ def test_ctrl_c_cancels_what_a_submit_waits_for(fleet: tuple[Up, str]) -> None:
         counted = ("tasks", "count", "--queue", "nap", "--json")
         until(lambda: json.loads(ok(address, *counted))["leased"] == 1)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in stderr
     until(lambda: json.loads(ok(address, *counted))["cancelled"] == 1)
@@ -177,7 +177,7 @@ def test_up_killed_leaves_no_process_behind(tmp_path: Path) -> None:
         assert len(family) == 2
         assert engines
         up.process.kill()
-        up.process.wait(10)
+        up.process.wait(120)
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family + engines))
     finally:
         up.process.kill()

@@ -25,7 +25,7 @@ def test_what_is_submitted_while_the_loop_ends_ends_too() -> None:
     def submit_until_closed(thread: LoopThread) -> None:
         while True:
             try:
-                thread.submit(nothing()).result(30)
+                thread.submit(nothing()).result(120)
             except (ClientClosedError, concurrent.futures.CancelledError):
                 return
             except TimeoutError:

@@ -142,12 +142,12 @@ async def _run_seed(dice: random.Random) -> None:
             if dice.random() < 0.1:
                 await asyncio.sleep(0.002)
             if number == 20 and dice.random() < 0.5:
-                await asyncio.wait(tasks, timeout=10)
+                await asyncio.wait(tasks, timeout=60)
                 probe = Probe("unfit", {"units": -1})
                 await client._core.stream.start((probe,))
-                await asyncio.wait([probe.future], timeout=10)
+                await asyncio.wait([probe.future], timeout=60)
                 assert probe.future.done(), "the stream's writer is dead, and its call waits"
-        _, waiting = await asyncio.wait(tasks, timeout=10)
+        _, waiting = await asyncio.wait(tasks, timeout=60)
         assert not waiting, f"{len(waiting)} calls have no answer"
         for task in tasks:
             error = task.exception()

@@ -220,7 +220,7 @@ def test_a_task_shows_its_attempts_its_error_and_why_it_waits(visitor: Visitor, 
 
 def test_a_task_shows_what_its_handler_has_logged(visitor: Visitor, client: multigpu.Client) -> None:
     handle = client.submit("trial.says", b"<b>loaded</b>")
-    handle.result(timeout=30)
+    handle.result(timeout=120)
     _, page = visitor.get(f"/ui/tasks/{handle.id}")
     assert "attempt 1 INFO <b>loaded</b>" in page.text
 

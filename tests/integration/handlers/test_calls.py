@@ -37,7 +37,7 @@ def test_arguments_arrive_as_they_were_given(client: multigpu.Client) -> None:
         assert client.run("calls.nothing", empty) == "done"
     described = calls.describe.run(client, "long", (1, "x"), 7, 8, a=[0.5])
     assert described == ["long", [1, "x"], "tuple", [7, 8], {"a": [0.5]}]
-    assert calls.describe.submit(client, mode="short", pair=(1, "x")).result(30)[0] == "short"
+    assert calls.describe.submit(client, mode="short", pair=(1, "x")).result(120)[0] == "short"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_calls_of_an_asynchronous_handler_run_concurrently(client: multigpu.Clie
 def test_options_belong_to_a_copy(client: multigpu.Client) -> None:
     urgent = calls.nothing.options(priority=1, queue="urgent")
     handle = urgent.submit(client)
-    assert (handle.result(30), handle.status().message.spec.queue) == ("done", "urgent")
+    assert (handle.result(120), handle.status().message.spec.queue) == ("done", "urgent")
     assert calls.nothing.submit(client).status().message.spec.queue in ("", "default")
     assert calls.describe.submit(client, "long", (1, "x")).status().message.spec.attempts_max in (0, 7)
 

@@ -76,7 +76,7 @@ def test_a_fleet_of_the_former_release_is_upgraded_under_load(former: Path, tmp_
         until(lambda: fleet.stats().leased > 10, what="former workers at work for the new master")
         for name in ("w0", "w1"):
             fleet.workers[name].signal(signal.SIGTERM)
-            assert fleet.workers[name].process.wait(30) == 0
+            assert fleet.workers[name].process.wait(120) == 0
             fleet.start_worker(name)
             fleet.wait_for_workers(name)
 

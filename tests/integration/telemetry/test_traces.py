@@ -48,7 +48,7 @@ def test_one_trace_from_the_submit_to_the_result(collector: Collector, traced: F
         with telemetry.span("caller"):
             client.run("echo", b"sampled")
             handle = client.submit("sleep", b"0.01")
-        handle.outcome(20)
+        handle.outcome(120)
     telemetry.shut_down_tracing()
     for worker in traced.workers.values():
         worker.stop()

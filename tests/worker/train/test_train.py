@@ -90,7 +90,7 @@ def test_it_is_committed_without_another_call(folder: Path) -> None:
     train.checkpoint(state(1), 5)
     saving = train._saving
     assert saving is not None
-    saving._committed.result(30)
+    saving._committed.result(120)
     assert [*folder.glob("checkpoints/step-*/COMMITTED")] != []
 
 

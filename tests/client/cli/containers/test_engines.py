@@ -145,9 +145,9 @@ def test_ctrl_c_removes_what_was_begun(docker: Peer, run: Cli) -> None:
     docker.health = 503
     argv = [*MGPUCTL, "containers", *ONE]
     with subprocess.Popen(argv, env={**os.environ}, stderr=subprocess.PIPE, text=True) as process:
-        assert docker.health_asked.wait(30)
+        assert docker.health_asked.wait(120)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
     assert docker.containers == {}
     assert ("DELETE", f"containers/{1:064x}") in [asked[:2] for asked in docker.asked]
 
@@ -156,9 +156,9 @@ def test_ctrl_c_while_the_engine_makes_the_container(docker: Peer, run: Cli) -> 
     docker.create_s = 1.0
     argv = [*MGPUCTL, "containers", *ONE]
     with subprocess.Popen(argv, env={**os.environ}, stderr=subprocess.PIPE, text=True) as process:
-        assert docker.create_asked.wait(30)
+        assert docker.create_asked.wait(120)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(120) == 130
     assert docker.created.wait(30)
     assert docker.containers == {}
 
