@@ -49,7 +49,7 @@ def pass_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
         'fail() { echo "$*" >&2; exit 1; }; . tools/deploy/machine.sh; library_env=; pass_on; printf %s "$library_env"'
     )
     command = ["bash", "-euc", code]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_the_script_passes_on_what_is_set() -> None:

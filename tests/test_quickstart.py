@@ -52,7 +52,7 @@ class Newcomer:
 
     def run(self, command: str) -> str:
         done = subprocess.run(
-            self.argv(command), cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=100, check=False
+            self.argv(command), cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=400, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -67,7 +67,7 @@ class Newcomer:
             assert running.poll() is None, shown
         time.sleep(0.5)
         running.send_signal(signal.SIGINT)
-        _, rest = running.communicate(timeout=60)
+        _, rest = running.communicate(timeout=400)
         assert "KeyboardInterrupt" in rest
 
     def succeeded(self) -> int:
@@ -108,7 +108,7 @@ class Newcomer:
             yield
         finally:
             up.send_signal(signal.SIGINT)
-            up.communicate(timeout=60)
+            up.communicate(timeout=400)
         assert up.returncode == 0
 
 

@@ -208,7 +208,7 @@ def test_help_shows_every_flag_with_its_default() -> None:
 )
 def test_importing_is_cheap(module: str, heavy: str) -> None:
     code = f"import sys, {module}\nheavy = set({heavy.split()}) & set(sys.modules)\nassert not heavy, heavy"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
 def test_the_documentation_lists_every_setting_as_it_is() -> None:
@@ -242,7 +242,7 @@ def test_the_error_for_an_unreadable_folder_names_it(tmp_path: Path) -> None:
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     env.pop("MGPU_CONFIG", None)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.stderr.splitlines()[-1].startswith("multigpu.errors.ConfigError: ")
     assert "multigpu/config.toml: Permission denied; run this as root" in done.stderr

@@ -112,7 +112,7 @@ def test_a_handler_of_a_program_has_the_kind_that_workers_give_it(tmp_path: Path
     program.write_text("import multigpu\n\n@multigpu.handler\ndef work(value): ...\n\nprint(work.kind)\n", "utf-8")
     for arguments in ([program], ["-m", "my_program"]):
         command = [sys.executable, *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=True)
         assert done.stdout == "my_program.work\n"
 
 

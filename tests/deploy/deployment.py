@@ -63,7 +63,7 @@ def environment(checkout: Path, **env: str) -> dict[str, str]:
 def deploy(checkout: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     command = [str(checkout / NAME), *arguments]
-    return subprocess.run(command, env=environment(checkout, **env), timeout=100, check=False, **options)
+    return subprocess.run(command, env=environment(checkout, **env), timeout=400, check=False, **options)
 
 
 def deployed(checkout: Path, *arguments: str, **env: str) -> str:

@@ -58,7 +58,7 @@ def selectors(query: str) -> set[str]:
 def promtool(*arguments: str) -> str:
     assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False, timeout=60
+        [PROMTOOL, *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -94,7 +94,9 @@ def test_a_rollback_replaces_the_workers_before_the_master(
         . tools/deploy/services.sh; prefix= dry_run=0 action=rollback listen= join= workers=; services_rollback"""
     command = ["bash", "-c", words]
     variables = environment(checkout, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr
     by_hand = [f"systemctl restart mgpu-worker@cpu-{n}.service" for n in range(2)]
     under_the_master = [f"python -m multigpu.cli.local.roll 127.0.0.1:7433 {root}/var/lib/multigpu/upgrading"]
@@ -132,7 +134,7 @@ def test_an_interrupted_upgrade_goes_on_after_the_switch(checkout: Path, tmp_pat
     variables = environment(checkout, PATH=f"{tmp_path}:{os.environ['PATH']}")
     for end in ("exit", "start_services", "start_services"):
         command = ["bash", "-c", words + end]
-        subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=60, check=True)
+        subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=400, check=True)
     assert [line for line in log.read_text().splitlines() if "is-active" not in line] == [
         "systemctl restart mgpu-master.service",
         "systemctl start mgpu.target",

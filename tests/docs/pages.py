@@ -21,7 +21,7 @@ def printed(fleet: Fleet, program: str, cwd: Path) -> list[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
     done = subprocess.run(
         [sys.executable, "-c", program.replace("127.0.0.1:7433", fleet.address)],
-        cwd=cwd, env=env | {"MGPU_MASTER": fleet.address}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=cwd, env=env | {"MGPU_MASTER": fleet.address}, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -25,7 +25,7 @@ def test_the_model_of_the_tutorial_is_trained_tested_and_served(tmp_path: Path) 
     unit_test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_my_handlers.py"]
     for arguments in (["train.py"], unit_test):
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout

@@ -104,6 +104,6 @@ def build() -> Path:
     new = folder / f"{os.getpid()}.so"
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-shared", "-fPIC"]
     command = [compiler, *flags, "-o", str(new), str(HERE / "amdsmi.c"), str(folder / "rest.c")]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=400)
     new.rename(path)
     return path

@@ -66,7 +66,7 @@ class DriverUser:
 
     def __exit__(self, *_exc: object) -> None:
         self._process.kill()
-        self._process.communicate(timeout=120)
+        self._process.communicate(timeout=400)
 
 
 class DriverError(Exception):

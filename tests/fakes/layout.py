@@ -99,6 +99,6 @@ def build_nvml() -> Path:
     new = folder / f"{os.getpid()}.so"
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-shared", "-fPIC", "-pthread"]
     name = f"-Wl,-soname,{path.name}"
-    subprocess.run([compiler, *flags, name, "-o", str(new), str(HERE / "nvml.c")], check=True, timeout=120)
+    subprocess.run([compiler, *flags, name, "-o", str(new), str(HERE / "nvml.c")], check=True, timeout=400)
     new.rename(path)
     return path

@@ -117,7 +117,7 @@ def _send_a_path_that_is_no_text(address: str) -> None:
 def test_a_master_without_a_private_name_of_grpcio_says_so_and_does_not_start(name: str, tmp_path: Path) -> None:
     flags = ["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")]
     done = subprocess.run(
-        [sys.executable, "-c", MISSING, name, *flags], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", MISSING, name, *flags], capture_output=True, text=True, timeout=400, check=False
     )
     core = ", ".join(entry.partition(":")[2] for entry in grpcio_check.NAMES if entry.startswith(name))
     wanted = (

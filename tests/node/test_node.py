@@ -47,7 +47,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def run_node(checkout: Path, script: str, fleet: Fleet) -> str:
     """What a script prints."""
     command = ["node", f"tests/node/{script}", fleet.address]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -204,5 +204,5 @@ def test_completion_uses_the_settings_of_the_file(settings: Path) -> None:
     env = {**os.environ, "_MGPUCTL_COMPLETE": "bash_complete", "COMP_CWORD": "4"}
     env["COMP_WORDS"] = f"mgpuctl --config {settings} drain w"
     argv = [sys.executable, "-c", "from multigpu.cli import cli; cli(prog_name='mgpuctl')"]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.stdout.split() == ["plain,w1", "plain,w2"], done.stderr

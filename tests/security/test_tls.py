@@ -372,5 +372,5 @@ def test_certificates_of_another_authority_are_accepted(secured: TlsFleet, tmp_p
     sign = ("x509", "-req", "-in", "alice.csr", "-extfile", "names", "-days", "1", "-set_serial", "7")
     by = ("-CA", str(secured.ca / "ca.crt"), "-CAkey", str(secured.ca / "ca.key"))
     for words in ((*request, "-out", "alice.csr"), (*sign, *by, "-out", "alice.crt")):
-        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True, timeout=400)
     assert secured.show(tmp_path / "alice", secured.admin_token).probe() is grpc.StatusCode.OK

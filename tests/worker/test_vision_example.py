@@ -89,7 +89,7 @@ def test_the_program_of_the_readme_prints_a_class_for_each_picture(vision: Any, 
         env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=tmp_path, env=env | {"MGPU_MASTER": fleet.address},
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     bad, daisy, palace = done.stdout.splitlines()

@@ -101,7 +101,7 @@ AFTER_A_USE = {
 
 def run(program: str, address: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + textwrap.dedent(program), address]
-    done = subprocess.run(command, capture_output=True, timeout=100, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=400, text=True, check=False)
     for sign in ("Traceback", "Exception ignored", "Fatal"):
         assert sign not in done.stderr, done.stderr
     return done

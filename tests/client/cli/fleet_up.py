@@ -86,7 +86,9 @@ def children_of(pid: int) -> list[int]:
 
 def mgpuctl(address: str, *args: str, **kwargs: Any) -> "subprocess.CompletedProcess[str]":
     env = {**os.environ, "MGPU_MASTER": address}
-    return subprocess.run([*MGPUCTL, *args], capture_output=True, text=True, timeout=90, check=False, env=env, **kwargs)
+    return subprocess.run(
+        [*MGPUCTL, *args], capture_output=True, text=True, timeout=400, check=False, env=env, **kwargs
+    )
 
 
 def ok(address: str, *args: str, **kwargs: Any) -> str:

@@ -372,5 +372,5 @@ def test_watch_from_now_prints_a_cursor_even_if_no_task_ends() -> None:
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             until(lambda: master.watchers == 1 and master.watches == 2)
             process.send_signal(signal.SIGINT)
-            printed, stderr = process.communicate(timeout=60)
+            printed, stderr = process.communicate(timeout=400)
     assert (process.returncode, printed, stderr.strip()) == (130, "", "cursor: 0")

@@ -130,7 +130,7 @@ def test_ctrl_c_cancels_what_a_submit_waits_for(fleet: tuple[Up, str]) -> None:
         counted = ("tasks", "count", "--queue", "nap", "--json")
         until(lambda: json.loads(ok(address, *counted))["leased"] == 1)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=400)
     assert process.returncode == 130
     assert "Traceback" not in stderr
     until(lambda: json.loads(ok(address, *counted))["cancelled"] == 1)

@@ -133,7 +133,7 @@ except ConnectionRefusedError:
 
 
 def test_rank_0_listens_at_its_own_address_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, check=False, timeout=400)
     assert done.stdout == "refused\n", done.stderr
 
 

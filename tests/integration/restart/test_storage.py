@@ -172,7 +172,7 @@ def test_a_backup_of_a_running_master_is_restored(tmp_path: Path) -> None:
         until(lambda: fleet.stats().outcomes_retained == 2)
         copy = tmp_path / "copy"
         command = [sys.executable, "-m", "multigpu_master.main", "--data-dir", str(fleet.data_dir), "backup", str(copy)]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=400)
         later = fleet.submit("echo", b"later", queue="held")
         fleet.master.kill()
         fleet.data_dir.rename(tmp_path / "damaged")

@@ -263,7 +263,7 @@ def test_a_lost_workers_device_has_no_values(gpus: SimulatedGpus, tmp_path: Path
 def mgpuctl(fleet: Fleet, *argv: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "multigpu.cli", *argv, "--master", fleet.address],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -107,7 +107,7 @@ def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet
     env = {**os.environ, "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
     env |= {"MGPU_TELEMETRY_TRACE_SAMPLE_RATIO": "1", "MGPU_MASTER": traced.address}
     argv = [sys.executable, "-m", "multigpu.cli", "submit", "--kind", "echo", "--payload", "x", "--wait"]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=400, check=True)
     assert done.stdout == "x"
     assert (traced.workers["w0"].stop(), traced.master.stop()) == (0, 0)
 

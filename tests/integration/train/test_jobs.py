@@ -123,9 +123,9 @@ def test_a_stopped_job_goes_on_with_another_number_of_ranks(fleet: Fleet, client
 
 def test_an_elastic_job_shrinks_and_grows(fleet: Fleet, client: multigpu.Client) -> None:
     """A worker is killed, and comes back: the job goes on with the other two, and grows at the next checkpoint."""
-    args = ["--steps", "200", "--shard"]
+    args = ["--steps", "100", "--shard"]
     client.train("steps.py", args, name="fixed", world_size=3).result()
-    slower = [*args, "--sleep", "0.25"]
+    slower = [*args, "--sleep", "0.5"]
     handle = client.train("steps.py", slower, name="elastic", world_size=3, world_size_min=1)
     folder = job_folder(fleet, "elastic") / "checkpoints"
     until(lambda: [*folder.glob("step-*/COMMITTED")] != [], 120)

@@ -27,7 +27,7 @@ def leave_open(data_dir: Path) -> None:
         "j.append(Entry(submits=[submit(1), submit(2)]))\n"
         "time.sleep(30)"
     )
-    subprocess.run([sys.executable, "-c", code, data_dir], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, data_dir], check=True, timeout=400)
 
 
 def test_a_deleted_log_is_reported_and_salvage_goes_on_without_it(tmp_path: Path) -> None:

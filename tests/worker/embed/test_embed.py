@@ -326,7 +326,7 @@ def test_nothing_is_downloaded_and_torch_is_imported_by_the_load() -> None:
     code = OFFLINE.format(tests=str(Path(__file__).parent))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False, env=environment
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-3000:]
     assert done.stderr == "", "loading is silent"

@@ -142,7 +142,7 @@ def test_process_that_has_a_deleted_file_open_does_not_harm_the_new_one(tmp_path
         file = open_file(path)
         assert find(file, rows) == []
         file.put(rows[:3])
-        assert other.communicate("\n\n", timeout=60)[0] == "2\n"
+        assert other.communicate("\n\n", timeout=400)[0] == "2\n"
     assert other.returncode == 0
     file.put(rows[3:5])
     file.close()

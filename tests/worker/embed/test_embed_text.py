@@ -58,7 +58,7 @@ def test_saved_tokenizer_needs_no_torch(plain: Path) -> None:
     text = load_model(folder, "cpu", "fp32").text
     text.save(plain)
     command = [sys.executable, "-c", WITHOUT_TORCH, str(plain), json.dumps(TEXTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     expected = text.pad(text.tokenise(TEXTS), range(len(TEXTS)))
     assert expected["input_ids"].shape[1] == 9

@@ -113,7 +113,7 @@ def test_signals_leave_the_terminal_as_it_was(fleet: Fleet, number: int, code: i
 def test_without_a_terminal_it_prints_one_picture(fleet: Fleet) -> None:
     done = subprocess.run(
         [*MGPUCTL, "--master", fleet.address, "top"],
-        capture_output=True, text=True, timeout=60, check=True, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=400, check=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert "one picture" in done.stderr
     assert "w0" in done.stdout

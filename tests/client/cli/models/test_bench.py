@@ -99,7 +99,7 @@ def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     flags = ["--batch-size", "4", "--concurrency", "1,3", "--items", "24", "--rounds", "2"]
     argv = [*MGPUCTL, "--master", address, "bench", *flags, "--json", "--plot", str(picture)]
     # Two processes import torch: that takes a busy machine long.
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["fleet"]["workers"]) == 1

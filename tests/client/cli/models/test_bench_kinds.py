@@ -134,7 +134,7 @@ def test_results_before_an_interrupt_is_reported(
     with started(address, "stuck", *flags) as process:
         wait_for("1 caller: ", process)
         process.send_signal(number)
-        said, remarks = process.communicate(timeout=60)
+        said, remarks = process.communicate(timeout=400)
     assert process.returncode == status, remarks
     assert "ended early, with 1 of 2 rows measured" in remarks
     assert "Traceback" not in remarks
@@ -155,7 +155,7 @@ def test_an_interrupt_before_the_first_row_still_prints_json(address: str, tmp_p
     with started(address, "stuck", "--texts", str(tmp_path / "lines"), "--concurrency", "4", "--json") as process:
         wait_for("stuck: loading", process)
         process.send_signal(signal.SIGINT)
-        said, remarks = process.communicate(timeout=60)
+        said, remarks = process.communicate(timeout=400)
     assert process.returncode == 130, remarks
     found = json.loads(said)
     assert (found["complete"], found["rows"]) == (False, [])
@@ -168,7 +168,7 @@ def test_a_baseline_that_dies_ends_it_with_the_complete_rows(address: str, folde
         wait_for("1 caller: ", process)
         (baseline,) = children_of(process.pid)
         os.kill(baseline, signal.SIGKILL)
-        said, remarks = process.communicate(timeout=60)
+        said, remarks = process.communicate(timeout=400)
     assert process.returncode == 1, remarks
     assert "the baseline ended (exit code -9)" in remarks
     assert "Traceback" not in remarks

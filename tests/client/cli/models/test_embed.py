@@ -108,7 +108,7 @@ def test_a_signal_cancels_and_resume_goes_on(
     with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: succeeded(address, queue) >= 1, 60)
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=400)
     assert process.returncode == status
     assert "Traceback" not in stderr
     assert "lines under way were discarded" in stderr
@@ -141,7 +141,7 @@ def test_resume_embeds_the_lines_of_a_failed_task_again(fleet: tuple[Up, str], t
         ids = sorted(task["task_id"] for task in tasks)
         ok(address, "tasks", "cancel", str(ids[1]))  # not withdrawn: for the client it failed
         ok(address, "queues", "resume", "fails")
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=400)
     assert process.returncode == 5
     assert "32 are in" in stderr
     summary = json.loads(ok(address, *argv, "--resume", "--json"))

@@ -118,7 +118,7 @@ def test_a_pipe_at_both_ends(address: str) -> None:
     argv = [*MGPUCTL, "infer", "doubler", "--input", "x=@-", "--out", "-"]
     # Without a buffer of Python's, writes into a full pipe take only a part.
     env = {**os.environ, "MGPU_MASTER": address, "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(argv, input=data.getvalue(), capture_output=True, check=False, timeout=90, env=env)
+    done = subprocess.run(argv, input=data.getvalue(), capture_output=True, check=False, timeout=400, env=env)
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load(io.BytesIO(done.stdout))["twice"], 2 * x)
 
