@@ -133,7 +133,7 @@ async def test_a_crash_of_tasks_that_run_together_is_charged_to_none(start: Star
 
 @pytest.mark.slow
 async def test_one_that_holds_up_all_is_found(start: Start, flags: list[str]) -> None:
-    worker, stream = await start(*flags, "--progress-timeout-s", "2")
+    worker, stream = await start(*flags, "--progress-timeout-s", "6")  # for a load, too
     leases = [(n, payload(fate="stick", at=4) if n == 3 else payload()) for n in range(1, 5)]
     stream.lease(leases, kind="generate")
     words = await stream.reported(1, 2, 3, 4, timeout_s=60)
