@@ -53,7 +53,7 @@ async def test_events_are_sent_as_they_come() -> None:
 
 async def valid_without_events() -> AsyncGenerator[bytes, None]:
     yield b""
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 
 async def late() -> AsyncGenerator[bytes, None]:

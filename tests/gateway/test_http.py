@@ -216,7 +216,7 @@ def test_a_stop_ends_requests_that_wait_after_its_time(fleet: Fleet, tmp_path: P
     with GatewayProcess(tmp_path, fleet.address, "--stop-timeout-s", "1") as stopped:
         host, _, port = stopped.address.rpartition(":")
         with fleet.client() as client, socket.create_connection((host, int(port)), 20) as connection:
-            waiting = client.submit("sleep", b"60")
+            waiting = client.submit("sleep", b"600")
             connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             until(lambda: "mgpu_gateway_open_requests 2.0" in stopped.call("GET", "/metrics")[1], 10)
             assert stopped.daemon.stop() == 0
@@ -227,7 +227,7 @@ def test_a_stop_ends_requests_that_wait_after_its_time(fleet: Fleet, tmp_path: P
 def test_headers_are_limited_while_another_request_is_served(gateway: GatewayProcess, fleet: Fleet) -> None:
     host, _, port = gateway.address.rpartition(":")
     with fleet.client() as client, socket.create_connection((host, int(port)), 20) as connection:
-        waiting = client.submit("sleep", b"60")
+        waiting = client.submit("sleep", b"600")
         connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         until(lambda: "mgpu_gateway_open_requests 2.0" in gateway.call("GET", "/metrics")[1], 10)
         with contextlib.suppress(ConnectionError):

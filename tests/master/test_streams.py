@@ -19,7 +19,7 @@ class _Context:
 
 class _Silent:
     async def read(self) -> bytes:
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
         return b"x"
 
 

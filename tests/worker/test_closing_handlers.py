@@ -63,7 +63,7 @@ async def test_a_stop_or_a_reload_closes_the_handlers(start: Start, module: Path
 
 
 async def test_a_close_that_hangs_does_not_keep_the_worker(start: Start, module: Path) -> None:
-    module.write_text(CODE.replace('write("first closed")', "time.sleep(60)"))
+    module.write_text(CODE.replace('write("first closed")', "time.sleep(600)"))
     worker, stream = await start("--handlers", "closing", pythonpath=module.parent)
     await stream.until(lambda: stream.heartbeats)
     began_s = time.monotonic()

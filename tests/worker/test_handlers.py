@@ -250,7 +250,7 @@ async def test_forked_child_reports_nothing_and_hides_no_death(stream: Stream, t
 
 async def test_killed_engine_is_replaced_again_and_again(start_handlers: Start) -> None:
     process, stream = await start_handlers()
-    stream.lease([(1, b"30"), (2, b"0.01"), (3, b"0.01")], kind="sleep")
+    stream.lease([(1, b"600"), (2, b"0.01"), (3, b"0.01")], kind="sleep")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
     os.kill(process.engine_pids()[0], signal.SIGKILL)
     first, second, third = await stream.reported(1, 2, 3)

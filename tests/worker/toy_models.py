@@ -80,7 +80,7 @@ class Toy:
         if "closed" in self.spec.parameters:
             open(self.spec.parameters["closed"], "a").write("closed\\n")
         if "locks" in self.spec.parameters:
-            time.sleep(60)
+            time.sleep(600)
         if "holds" in self.spec.parameters:
             os.unlink(self.spec.parameters["holds"])
 """

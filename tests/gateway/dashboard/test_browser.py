@@ -100,7 +100,7 @@ def row(page: Page, name: str) -> Any:
 def test_pages_follow_the_fleet_while_a_worker_is_killed(page: Page, fleet: Fleet, client: multigpu.Client) -> None:
     page.goto("/")
     expect(figure(page, "Workers")).to_have_text("3 connected")
-    handles = client.submit_many("sleep", [b"60"] * 7, queue="killed")
+    handles = client.submit_many("sleep", [b"600"] * 7, queue="killed")
     until(lambda: all(worker.leases for worker in fleet.list_workers()))
     expect(figure(page, "At workers")).to_have_text(str(fleet.stats().leased))
     fleet.workers["cpu-0"].kill()

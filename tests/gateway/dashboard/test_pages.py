@@ -72,7 +72,7 @@ def test_the_fleet_is_shown_by_device_and_state(visitor: Visitor, admin: multigp
 
 
 def test_a_device_shows_its_tasks(visitor: Visitor, client: multigpu.Client) -> None:
-    handle = client.submit("sleep", b"30", queue="device")
+    handle = client.submit("sleep", b"600", queue="device")
     until(lambda: client.get(handle.id).worker_id)
     name = client.get(handle.id).worker_id
     assert f"task {handle.id} sleep, attempt 1" in visitor.page(f"/ui/devices/{name}").text

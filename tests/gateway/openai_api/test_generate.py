@@ -237,13 +237,19 @@ def running(fleet: Fleet) -> int:
         return counts.queued + counts.leased
 
 
+def cancelled(fleet: Fleet) -> int:
+    with fleet.client() as own:
+        return own.count().cancelled
+
+
 def test_a_stream_that_is_left_cancels_its_task(client: openai.OpenAI, fleet: Fleet) -> None:
     until(lambda: not running(fleet), 30)
     stream = client.chat.completions.create(model="tiny", messages=TALK, stream=True)
     next(iter(stream))
     assert running(fleet) == 1
+    before = cancelled(fleet)
     stream.close()
-    until(lambda: not running(fleet), 10)
+    until(lambda: cancelled(fleet) == before + 1)
 
 
 def test_a_call_that_is_left_cancels_its_task(gateway: GatewayProcess, fleet: Fleet) -> None:
@@ -252,8 +258,9 @@ def test_a_call_that_is_left_cancels_its_task(gateway: GatewayProcess, fleet: Fl
     body = json.dumps({"model": "tiny", "messages": TALK})
     connection.request("POST", "/v1/chat/completions", body)
     until(lambda: running(fleet), 10)
+    before = cancelled(fleet)
     connection.close()
-    until(lambda: not running(fleet), 10)
+    until(lambda: cancelled(fleet) == before + 1)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_a_wait_ends_with_the_task_or_its_time(gateway: GatewayProcess, tmp_path
 
 
 def test_a_cancelled_task_has_its_reason(gateway: GatewayProcess) -> None:
-    task_id = submit(gateway, kind="sleep", payload_base64=base64.b64encode(b"30").decode())
+    task_id = submit(gateway, kind="sleep", payload_base64=base64.b64encode(b"600").decode())
     assert gateway.call("DELETE", f"/v1/tasks/{task_id}?reason=paid%20twice")[1] == {"cancelled": True}
     outcome = ended(gateway, task_id)["outcome"]
     assert (outcome["state"], outcome["error"]["message"]) == ("CANCELLED", "paid twice")

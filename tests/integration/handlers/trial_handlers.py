@@ -83,7 +83,7 @@ def wrong_type(value: bytes) -> Any:
 @handler("trial.hang")
 def hang(value: bytes) -> Any:
     while True:
-        time.sleep(60)
+        time.sleep(600)
 
 
 @handler("trial.exit")
@@ -103,7 +103,7 @@ def kill_worker(value: bytes) -> Any:
     """Takes the whole worker down, agent and all, a moment after it began."""
     time.sleep(0.5)
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 @handler("trial.fork")

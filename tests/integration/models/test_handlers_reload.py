@@ -81,7 +81,7 @@ def test_a_reload_after_a_cancelled_call_was_ended_blames_no_source(tmp_path: Pa
     source = (
         "import pathlib, time, multigpu\n"
         "@multigpu.handler('k')\n"
-        "def k(begun: str) -> None:\n    pathlib.Path(begun).touch()\n    time.sleep(30)\n"
+        "def k(begun: str) -> None:\n    pathlib.Path(begun).touch()\n    time.sleep(600)\n"
     )
     (tmp_path / "napping.py").write_text(source)
     with Fleet(tmp_path / "fleet", workers=1, handlers=["napping"], handlers_dir=tmp_path) as fleet:

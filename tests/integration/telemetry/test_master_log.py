@@ -27,7 +27,7 @@ def event(fleet: Fleet, name: str, count: int = 1) -> dict[str, Any]:
 
 
 def hold_leases(fleet: Fleet, count: int) -> None:
-    fleet.submit("sleep", *[b"60"] * count)
+    fleet.submit("sleep", *[b"600"] * count)
     until(lambda: fleet.stats().leased == count, what="the leases")
 
 

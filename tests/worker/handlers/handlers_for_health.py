@@ -86,4 +86,4 @@ def work_and_raise(value: bytes) -> Any:
 @handler("health.crash")
 def crash(value: bytes) -> Any:
     os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(60)
+    time.sleep(600)

@@ -91,7 +91,7 @@ def endless(value: Any) -> Any:
 @handler("t.slow_stream")
 def slow_stream(value: Any) -> Any:
     yield b"first"
-    time.sleep(30)
+    time.sleep(600)
 
 
 @handler("t.big_parts")
@@ -151,14 +151,14 @@ def nan(value: Any) -> Any:
 @handler("t.hang")
 def hang(value: Any) -> Any:
     while True:
-        time.sleep(60)
+        time.sleep(600)
 
 
 @handler("t.deaf")
 def deaf(value: Any) -> Any:
     """Holds the interpreter's lock for a minute and more."""
     time.sleep(0.5)  # the agent learns that it runs
-    ctypes.PyDLL(None).sleep(100)
+    ctypes.PyDLL(None).sleep(600)
 
 
 @handler("t.spin")
@@ -191,7 +191,7 @@ def hoard_shared_memory(value: Any) -> Any:
     shared = mmap.mmap(-1, size)
     for at in range(0, size, mmap.PAGESIZE):
         shared[at] = 1
-    time.sleep(60)
+    time.sleep(600)
 
 
 @handler("t.flood")
@@ -227,7 +227,7 @@ def fork_and_die(value: Any) -> Any:
     """Leaves a child behind that holds every descriptor, and dies."""
     pid = os.fork()
     if pid == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     Path(value.decode()).write_text(str(pid))
     os._exit(5)
@@ -265,7 +265,7 @@ def until_cancelled(value: Any) -> Any:
 @handler("t.async_forever")
 async def async_forever(value: Any) -> Any:
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     finally:
         Path(value.decode()).write_text("cancelled")
 

@@ -45,7 +45,7 @@ async def test_reports_that_the_stream_lost_are_sent_again(master: ScriptedMaste
 
 async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start: Start) -> None:
     _, stream = await start("--cancel-grace-s", "0.2")
-    stream.lease([(1, b"30"), (2, b"30"), (3, b"x")], kind="sleep")
+    stream.lease([(1, b"600"), (2, b"600"), (3, b"x")], kind="sleep")
     await stream.running(1)
     master.adopt = lambda hello: [3]
     stream.break_off()
@@ -79,7 +79,7 @@ async def test_an_attempt_with_earlier_outputs_ends_with_its_stream(master: Scri
 
 async def test_too_many_partials_end_the_attempt_with_its_stream(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"20")], kind="t.big_parts")
-    stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
+    stream.lease([(2, b"600"), (3, b"x")], kind="sleep")
     await stream.reported(1)  # connected all the time: fine
     assert len(stream.partials) == 20
     stream.break_off()
@@ -146,7 +146,7 @@ async def test_drain_finishes_held_leases(start: Start, signum: signal.Signals) 
 
 async def test_drain_returns_leases_that_take_too_long(start: Start) -> None:
     worker, stream = await start("--drain-timeout-s", "0.3")
-    stream.lease([(1, b"30"), (2, b"30")], kind="sleep")
+    stream.lease([(1, b"600"), (2, b"600")], kind="sleep")
     await stream.running(1)
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
@@ -155,7 +155,7 @@ async def test_drain_returns_leases_that_take_too_long(start: Start) -> None:
 
 async def test_second_signal_stops_at_once(start: Start) -> None:
     worker, stream = await start()
-    stream.lease([(1, b"30")], kind="sleep")
+    stream.lease([(1, b"600")], kind="sleep")
     await stream.running(1)
     worker.signal(signal.SIGTERM)
     await stream.until(lambda: stream.heartbeats[-1].draining)
