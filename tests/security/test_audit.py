@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -114,6 +115,15 @@ def test_a_line_that_was_cut_off_by_a_full_disk_is_an_error_and_spoils_no_other(
             log._append(log._open(), b"second\n")
     log._append(log._open(), b"third\n")
     assert log.path.read_bytes() == b"first\nsec\nthird\n"
+
+
+def test_lines_of_concurrent_calls_do_not_mix(tmp_path: Path) -> None:
+    log, threads, lines = audit.Audit(tmp_path), 4, 200
+    line = b"x" * 5000 + b"\n"  # of more than one page: while it is written, a part of it can be read
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda _: log._append(log._open(), line), range(lines)):
+            pass
+    assert log.path.read_bytes() == line * lines
 
 
 def test_a_cancelled_call_is_audited_or_has_no_effect(own_secured: SecuredFleet) -> None:

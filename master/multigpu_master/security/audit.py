@@ -9,6 +9,7 @@ import datetime as dt
 import errno
 import json
 import os
+import threading
 from collections.abc import MutableSequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Audit:
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / FILE
         self._works: set[asyncio.Task[Any]] = set()
+        self._write_lock = threading.Lock()
 
     def wrap(self, serve: Serve, method: str, message_type: Any) -> Serve:
         """Returns `serve` with an audit line if `method`, which is "Service/Method", is administrative; else `serve`.
@@ -95,15 +97,14 @@ class Audit:
         return os.open(self.path, FLAGS, 0o600)
 
     def _append(self, descriptor: int, line: bytes) -> None:
-        """Runs on a thread. Writes the line with one call, so that lines of concurrent calls do not mix. Raises OSError
-        if the line is not, or only in part, on the disk.
-        """
+        """Runs on a thread. Raises OSError if the line is not, or only in part, on the disk."""
         try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # the previous line was written only in part
-            if os.write(descriptor, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with self._write_lock:  # a file may be read while a write to it is in progress
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    line = b"\n" + line  # the previous line was written only in part
+                if os.write(descriptor, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
             if not size:
                 sync_directory(self.path.parent)
