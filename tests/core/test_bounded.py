@@ -67,7 +67,7 @@ def test_instants_of_tasks_that_have_ended_are_swept_a_few_at_a_time_and_the_res
     now = 0.0
     while (due_s := expiries.next_s()) is not None:
         now = max(now, due_s)
-        fired += [(now, task.task_id) for task, _ in expiries.due(now)]
+        fired += [(now, task.task_id) for _, task, _ in expiries.due(now)]
     assert [task_id for _, task_id in fired] == [task_id for _, task_id in sorted(alive)]
 
 

@@ -1,5 +1,7 @@
 """What ends by the clock: deadlines, timeouts, drains and silent sessions."""
 
+from typing import Any
+
 import pytest
 from multigpu_master import settings
 from multigpu_master.core import events as ev
@@ -10,7 +12,7 @@ from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
-from tests.core.stage import SPEC, Stage, held_lease, lease_of, leased, outcome_of, state_of
+from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, leased, outcome_of, state_of
 
 
 def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere() -> None:
@@ -152,8 +154,8 @@ def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:
     (task,) = stage.submit(spec=spec)
     stage.beat(running=True, after_s=1.0)
     began_s = stage.now
-    for _ in range(5):
-        stage.beat(running=True, after_s=4.0)
+    for _ in range(20):
+        stage.beat(running=True, after_s=1.0)
     assert task.outcome is not None
     assert task.outcome.error is not None
     assert (task.outcome.error.type, task.outcome.start_s) == ("RunTimeout", began_s)
@@ -161,6 +163,34 @@ def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:
     stage.beat(running=True, after_s=1.0)
     stage.handle(ev.Cancel([cancelled]), 2.0)
     assert outcome_of(cancelled).start_s == stage.now - 2.0
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [({"deadline_s": 1005.0}, "DeadlineExceeded"), ({"run_timeout_s": 5.0, "attempts_max": 1}, "RunTimeout")],
+)
+def test_a_suspended_master_reads_what_workers_sent_before_it_applies_a_time_limit(
+    limit: dict[str, Any], error: str
+) -> None:
+    stage = Stage()
+    stage.worker()
+    ended, runs = stage.submit(2, spec=Spec(kind="run", wait_for_worker=True, **limit))
+    stage.beat(running=True, after_s=1.0)
+    lease = lease_of(ended)
+    stage.handle(ev.Tick(), 60.0)
+    assert (ended.outcome, runs.outcome) == (None, None)
+    stage.report(lease)
+    assert state_of(ended) is OutcomeState.SUCCEEDED
+    stage.beat(running=True)
+    stage.handle(ev.Tick(), stage.limits.timer_late_s)
+    assert error_of(runs) == error
+
+
+def test_a_waiting_task_ends_at_its_deadline_although_the_master_was_suspended() -> None:
+    stage = Stage()
+    (task,) = stage.submit(spec=Spec(kind="run", wait_for_worker=True, deadline_s=1005.0))
+    stage.handle(ev.Tick(), 60.0)
+    assert error_of(task) == "DeadlineExceeded"
 
 
 def test_a_master_that_is_away_between_two_looks_looks_again() -> None:

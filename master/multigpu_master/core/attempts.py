@@ -188,9 +188,13 @@ class Attempts:
         elif task.waiting:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
-    def apply_limit(self, task: Task, limit: TimeLimit, now: float) -> None:
-        """Applies a time limit that an unsettled task has passed."""
-        if limit is TimeLimit.DEADLINE:
+    def apply_limit(self, task: Task, limit: TimeLimit, when_s: float, now: float) -> None:
+        """Applies a time limit that an unsettled task has passed, of which the expiry was set to when_s."""
+        late_s = self._ledger.limits.timer_late_s
+        if task.lease is not None and now > when_s + late_s:
+            # The master was suspended, and may not have read yet that the attempt began or ended in time.
+            self._ledger.expiries.at(now + late_s, task, limit)
+        elif limit is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
             self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
         elif limit is TimeLimit.RUN_TIMEOUT:
@@ -205,9 +209,9 @@ class Attempts:
         """Ends a waiting task whose deadline or queue_timeout has passed. Returns whether the task has ended."""
         spec = task.spec
         if spec.deadline_s is not None and spec.deadline_s <= now:
-            self.apply_limit(task, TimeLimit.DEADLINE, now)
+            self.apply_limit(task, TimeLimit.DEADLINE, spec.deadline_s, now)
         elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:
-            self.apply_limit(task, TimeLimit.QUEUE_TIMEOUT, now)
+            self.apply_limit(task, TimeLimit.QUEUE_TIMEOUT, task.submit_s + spec.queue_timeout_s, now)
         return task.outcome is not None
 
     def _queue_timeout(self, task: Task, now: float) -> None:

@@ -21,6 +21,8 @@ from multigpu_master.core.workers.pace import Key
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
+# After a timer that is this much late, the master was suspended, and reads first what workers have sent meanwhile.
+TIMER_LATE_S = 1.0
 # The reason for revoking the other leases of a gang once one of them has failed or was withdrawn.
 RANK_ENDED = "the attempt has ended: the lease of rank {rank} failed or was withdrawn"
 
@@ -38,6 +40,11 @@ class Limits:
     breaker_share: float = 0.3  # of the connected devices, at least one. If more fall sick within
     breaker_window_s: float = 600.0  # this time, the circuit breaker trips
     retry_delay_s: float = 1.0  # rejected clients should wait this long
+
+    @property
+    def timer_late_s(self) -> float:
+        """A timer that is more than this late is set again, to this much later: see TIMER_LATE_S."""
+        return min(TIMER_LATE_S, self.session_timeout_s / 4)
 
 
 @dataclass(slots=True)

@@ -90,8 +90,8 @@ class Core:
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Handles one event and returns the commands to execute. `now`: seconds since 1970, never decreasing."""
         self.timers.fire(now)
-        for task, limit in self.ledger.expiries.due(now):
-            self._attempts.apply_limit(task, limit, now)
+        for when_s, task, limit in self.ledger.expiries.due(now):
+            self._attempts.apply_limit(task, limit, when_s, now)
         self._handlers[type(event)](event, now)
         self._dispatcher.run(now)
         commands = self._commands.pop_all()
@@ -210,8 +210,8 @@ class Core:
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
-        for task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
-            self._attempts.apply_limit(task, limit, now)
+        for when_s, task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
+            self._attempts.apply_limit(task, limit, when_s, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.ledger

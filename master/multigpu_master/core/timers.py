@@ -81,9 +81,9 @@ class Expiries:
         if not old:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
-    def due(self, now: float) -> Iterator[tuple[Task, TimeLimit]]:
-        """Removes at most DUE_MAX due expiries; call it again for the others. Yields the task and time limit of each,
-        unless the task is settled. The caller may add expiries meanwhile.
+    def due(self, now: float) -> Iterator[tuple[float, Task, TimeLimit]]:
+        """Removes at most DUE_MAX due expiries; call it again for the others. Yields the time, task and time limit of
+        each, unless the task is settled. The caller may add expiries meanwhile.
         """
         for _ in range(DUE_MAX):
             heap = self._first()
@@ -92,7 +92,7 @@ class Expiries:
             expiry = heappop(heap)
             task = self._task(expiry)
             if task is not None:
-                yield task, expiry[2]
+                yield expiry[0], task, expiry[2]
 
     def next_s(self) -> float | None:
         heap = self._first()

@@ -3,14 +3,18 @@
 import os
 import signal
 import sqlite3
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu_master.core.ledger import TIMER_LATE_S
 
 from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
@@ -171,6 +175,22 @@ def test_partials_do_not_repeat_for_a_client_that_attaches_before_the_worker(fle
     assert parts == list(enumerate(PARTS))
     assert list(received.outcomes[0].partials) == PARTS
     fleet.wait_for_workers()
+
+
+def test_a_result_in_time_counts_although_the_deadline_passes_while_the_master_is_suspended(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    gate, deadline = tmp_path / "gate", Timestamp()
+    deadline.FromDatetime(datetime.now(UTC) + timedelta(seconds=6))
+    (task,) = fleet.submit("trial.gate", str(gate).encode(), deadline=deadline)
+    until(lambda: fleet.get(task).state == task_pb2.TASK_STATE_LEASED)
+    fleet.master.signal(signal.SIGSTOP)
+    try:
+        gate.touch()
+        time.sleep(deadline.ToNanoseconds() / 1e9 + TIMER_LATE_S + 0.5 - time.time())
+    finally:
+        fleet.master.signal(signal.SIGCONT)
+    assert fleet.outcome(task).result == b"opened"
 
 
 def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet) -> None:

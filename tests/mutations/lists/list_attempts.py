@@ -81,6 +81,11 @@ ATTEMPTS = (
         "a recalled lease is granted to the same worker",
         "lease.task.ensure_extra().avoid_device_or_worker = lease.worker.worker_id",
     ),
+    attempts_story(
+        "a suspended master applies time limits before it reads",
+        "task.lease is not None and now > when_s + late_s",
+        "False",
+    ),
     attempts("run timeout counts from the grant", "since_s = lease.run_s if lease.running else", "since_s ="),
     attempts("P7: run timeout looks once", "self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)"),
     attempts("pauses don't grow", "spec.backoff_initial_s * 2.0 ** max(0, tries - 1)", "spec.backoff_initial_s"),

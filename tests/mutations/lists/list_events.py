@@ -15,8 +15,8 @@ EVENTS = (
     scheduler("timers never fire", "self.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
-        "        for task, limit in self.ledger.expiries.due(now):\n"
-        "            self._attempts.apply_limit(task, limit, now)\n"
+        "        for when_s, task, limit in self.ledger.expiries.due(now):\n"
+        "            self._attempts.apply_limit(task, limit, when_s, now)\n"
         "        self._handlers",
         "        self._handlers",
     ),

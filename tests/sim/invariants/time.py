@@ -12,7 +12,6 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.workers.sessions import TIMER_LATE_S
 
 from tests.sim.world import ViolationError, check
 
@@ -26,8 +25,7 @@ class Time:
         self._hold_until_s = self._hold_at_most_until_s = 0.0
         self._awaited: dict[str, None] = {}
         self._heard_s: dict[int, float] = {}  # session -> when it last spoke
-        timeout_s = core.ledger.limits.session_timeout_s
-        self._grace_s = min(TIMER_LATE_S, timeout_s / 4)  # a later timer: the master was paused
+        self._grace_s = core.ledger.limits.timer_late_s  # a later timer: the master was paused
         self._away: deque[tuple[float, float]] = deque(maxlen=8)  # from when and to when
         self._due_s: float | None = None
         self._taken: dict[Task, None] = {}  # unsettled tasks that a worker took at some time
@@ -138,16 +136,19 @@ class Time:
             if lease is not None:
                 self._taken[task] = None
             if spec.deadline_s is not None:
-                check(spec.deadline_s > now, "task %s outlives its deadline", task.task_id)
-                self._timer("the deadline of task", task.task_id, spec.deadline_s)
+                until_s = self._applied_by_s(task, spec.deadline_s)
+                check(until_s > now, "task %s outlives its deadline", task.task_id)
+                self._timer("the deadline of task", task.task_id, until_s)
             # Not those of an earlier session: they are recalled at the latest when the wait for workers would end.
             kept = lease is not None and lease.frame and task not in self._begun and not lease.recalled
-            if kept and _queue_until_s(task) <= now and not core.hold.active(now):
+            recall_by_s = self._applied_by_s(task, _queue_until_s(task))
+            if kept and recall_by_s <= now and not core.hold.active(now):
                 raise ViolationError(f"task {task.task_id} waits in a window past its queue timeout")
             if spec.queue_timeout_s is not None and task not in self._begun:
                 # A worker that took it has some time to say that it began it.
                 grace_s = core.ledger.limits.session_timeout_s if task in self._taken else 0.0
                 until_s = max(task.submit_s + spec.queue_timeout_s + grace_s, self._hold_at_most_until_s)
+                until_s = self._applied_by_s(task, until_s)
                 check(until_s > now, "task %s outlives its queue timeout", task.task_id)
                 self._timer("the queue timeout of task", task.task_id, until_s)
             if lease is None:
@@ -156,8 +157,16 @@ class Time:
                 continue
             if spec.run_timeout_s is not None:
                 due_s = (lease.run_s if lease.running else lease.dispatch_s) + spec.run_timeout_s + RUN_GRACE_S
+                due_s = self._applied_by_s(task, due_s)
                 check(due_s > now, "lease %s outlives its run timeout", lease.lease_id)
                 self._timer("the run timeout of task", task.task_id, due_s)
+
+    def _applied_by_s(self, task: Task, limit_s: float) -> float:
+        """When a time limit of a task is applied at the latest. If it passed while the master was away, what the worker
+        that has the task sent meanwhile is read first.
+        """
+        awake_s = self._away[-1][1] if self._away else 0.0
+        return awake_s + self._grace_s if task in self._taken and awake_s > limit_s else limit_s
 
     def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:
         """Ephemeral outcomes are kept for their time, within a limit of bytes."""

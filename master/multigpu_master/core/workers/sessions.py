@@ -23,9 +23,6 @@ from multigpu_master.core.workers.quarantine import Quarantine
 
 PARTIALS_BYTES_MAX = 16 << 20
 PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
-# A timer that fires more than this many seconds late (or a quarter of session_timeout, if that is less) shows that the
-# master itself was paused.
-TIMER_LATE_S = 1.0
 # The error types of leases that come back without charge: the model had to make room for another; the master could not
 # read the payload now. And the pause in seconds before their tasks are requeued.
 MAKES_ROOM, PAYLOAD_NOT_READABLE = "ModelMakesRoom", "PayloadNotReadable"
@@ -49,9 +46,9 @@ class Sessions:
         self._recalls = recalls
         self._gangs = gangs
         self._usage = usage
-        timeout_s = ledger.limits.session_timeout_s
-        self._grace_s = min(TIMER_LATE_S, timeout_s / 4)
-        self._suspect_s = timeout_s - self._grace_s  # after this silence a worker is suspected to be lost
+        self._grace_s = ledger.limits.timer_late_s
+        # After this silence a worker is suspected to be lost.
+        self._suspect_s = ledger.limits.session_timeout_s - self._grace_s
 
     # --- a session begins --------------------------------------------------------------------------------------------
 
