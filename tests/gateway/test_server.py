@@ -51,13 +51,13 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.Monkey
 
 
 async def test_a_slow_reader_gets_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "READER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server, "READER_TIMEOUT_S", 2.0)
     finished = asyncio.Event()
     async with serving(finished) as reader:
         taken = 0
         for _ in range(24):
             taken += len(await reader.readexactly(1 << 20))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.15)
         assert not finished.is_set()
         assert taken + len(await reader.read()) >= len(BODY)
         assert finished.is_set()

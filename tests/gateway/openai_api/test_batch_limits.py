@@ -130,8 +130,8 @@ async def test_entries_that_cannot_be_read_do_not_spoil_a_list(
         await client.submit("echo", b"", queue=queue, labels={"there is": "none"}, wait_for_worker=True) for _ in "12"
     ]
     await waiting[0].cancel()
-    monkeypatch.setattr(files, "READ_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(serving_files, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(files, "READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(serving_files, "READ_TIMEOUT_S", 2.0)
     try:
         listed = await call(serve, pair, "GET", path)
     finally:

@@ -87,7 +87,7 @@ async def test_a_kill_while_the_engine_starts_does_not_make_the_device_sick(star
     assert {beat.health.state for beat in stream.heartbeats} == {device.HEALTH_STATE_HEALTHY}
 
 
-# In the agent: a start is slow at once, and hangs after a second.
+# In the agent: a start is slow at once, and hangs after `ready_s` in which its process does nothing.
 IMPATIENT = """
 import sys
 
@@ -101,7 +101,7 @@ if "multigpu_worker.main" in sys.orig_argv:
 async def test_a_first_import_that_hangs_is_logged_and_ended(
     master: ScriptedMaster, start_worker: StartWorker, module: Path
 ) -> None:
-    (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=1.0))
+    (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=5.0))
     (module.parent / "outer.py").write_text("import mm\n")
     (module.parent / "hangs").touch()
     worker = await start_worker(master.address, "--handlers", "outer", pythonpath=module.parent)
@@ -114,7 +114,7 @@ async def test_a_first_import_that_hangs_is_logged_and_ended(
 
 
 async def test_a_later_import_that_hangs_is_reported_with_its_file_and_ended(start: Start, module: Path) -> None:
-    (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=2.0))
+    (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=5.0))
     worker, stream = await begin(start, module)
     (module.parent / "hangs").touch()
     (pid,) = worker.engine_pids()
