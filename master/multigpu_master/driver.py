@@ -34,7 +34,7 @@ from multigpu_master.telemetry.usage import UsageLog
 from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
-from multigpu_master.wire.times import duration
+from multigpu_master.wire.tasks import fill_rejection
 from multigpu_master.worker_streams import WorkerStreams
 from multigpu_master.write_buffer import DURABLE_S, WriteBuffer, tell
 
@@ -61,6 +61,14 @@ _NOT_CANCELLED = (
 _NOT_DURABLE_AND_NOT_CANCELLED = (
     "{cancelled} tasks were cancelled, but a restart of the master may bring the last of them back, and {rest} were "
     "not cancelled: the master's disk is full. Free space on it, and cancel once more"
+)
+# The answer to a submit whose task can't be written.
+DISK_FULL = ev.Rejection(
+    8,  # RESOURCE_EXHAUSTED
+    "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
+    "durable tasks are rejected until there is room; free space on its disk (never delete files in "
+    "data_dir) or raise the limit, or submit with durability EPHEMERAL",
+    1.0,
 )
 NOT_DURABLE = (
     "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
@@ -135,7 +143,8 @@ class Driver:
         self._timer_due_s = 0.0
         self._carry_out: dict[type, Callable[..., None]] = {
             ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: self._worker_changed,
-            ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids, ev.Dispatch: self.workers.dispatch,
+            ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids,
+            ev.RejectUnwritten: self._reject_unwritten, ev.Dispatch: self.workers.dispatch,
             ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
             ev.Desire: self.workers.desire, ev.EndSession: self.workers.end,
         }  # fmt: skip
@@ -302,6 +311,13 @@ class Driver:
         if error is None:
             self._send_outcomes([(task, self._held_outcomes.pop(task.task_id), body) for task, body in ended])
 
+    def _reject_unwritten(self, command: ev.RejectUnwritten) -> None:
+        for task in command.tasks:
+            for stream in task.streams:
+                if (outbox := self._streams.get(stream)) is not None:
+                    reject(outbox, DISK_FULL, task.request_id)
+                    outbox.add_pending(-1)
+
     def join_held_outcome(self, task: Task, stream: int) -> bool:
         """Returns whether the task's outcome waits for the disk. If so, the stream gets it when it is written."""
         streams = self._held_outcomes.get(task.task_id)
@@ -387,11 +403,7 @@ class Driver:
                     outbox.frame_for(len(body)).add_large_outcome(body)
                 except (OSError, MemoryError) as error:
                     if is_transient(error):
-                        code, message, delay_s = payload_messages.NOT_READABLE
-                        rejected = outbox.frame_for(256).message.rejected.add(
-                            request_id=request_id, code=code, message=message
-                        )
-                        rejected.retry_delay.CopyFrom(duration(delay_s))
+                        reject(outbox, payload_messages.NOT_READABLE, request_id)
                         return
                     without_result = payload_messages.outcome_without_result(body, error)
                     outbox.frame_for(len(without_result)).add_outcome(without_result)
@@ -425,3 +437,9 @@ class Driver:
 
     def _worker_changed(self, command: ev.WorkerChanged) -> None:
         self.on_worker_changed(command)
+
+
+def reject(outbox: RunOutbox, rejection: ev.Rejection, request_id: str) -> None:
+    """Sends a rejection of one task on a Run stream."""
+    frame = outbox.frame_for(len(rejection.message) + 64)
+    fill_rejection(frame.message.rejected.add(), rejection, request_id)

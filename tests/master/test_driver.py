@@ -22,13 +22,14 @@ from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
 from multigpu_master.errors import ExhaustedError, JournalError, JournalFullError, NotFoundError
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, OutcomeFilter
+from multigpu_master.journal.protocol import Entry, OutcomeFilter, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.rpc import queries, worker_service
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
+from multigpu_master.rpc.run_stream import RunStream
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.settings import worker_setting
 from multigpu_master.strategies.registry import load_strategies
@@ -461,3 +462,51 @@ async def test_a_worker_that_does_not_read_is_not_read(stage: Stage, monkeypatch
     call.cancel()
     await asyncio.wait([call])
     assert 3 < read_count < 10
+
+
+async def test_every_stream_that_follows_a_task_hears_that_it_could_not_be_written(stage: Stage) -> None:
+    (task,) = stage.submit("unwritten")
+    stream, outbox = stage.driver.open_stream()
+    run = RunStream(stage.driver, Intake(stage.driver, 1 << 20), stream, outbox, STREAM_BYTES_MAX)
+    frame = task_service_pb2.RunRequest(follow_request_ids=["unwritten"])
+    await run.on_message(frame.SerializeToString())
+    assert outbox.pending_outcomes == stage.outbox.pending_outcomes == 1
+    stage.driver.handle(ev.SubmitFailed([task]))
+    for each in (outbox, stage.outbox):
+        message = await each.next()
+        assert message is not None
+        (rejected,) = task_service_pb2.RunResponse.FromString(message.serialize()).rejected
+        assert (rejected.request_id, rejected.code) == ("unwritten", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+        assert each.pending_outcomes == 0
+
+
+async def test_a_dead_letter_stays_claimed_until_its_requeue_has_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the requeue of another one fails at once."""
+    calls = DeadLetterCalls()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
+    ends = asyncio.Event()
+    letters = [SubmitRecord(n, f"r{n}", b"", b"", "", 1, 1000.0) for n in (1, 2)]
+
+    async def found(_task_ids: Sequence[int]) -> list[SubmitRecord]:
+        return letters
+
+    async def requeue(letter: SubmitRecord) -> Task:
+        if letter.task_id == 1:
+            raise JournalError("the disk fails")
+        await ends.wait()
+        return Task(stage.spec, letter.request_id, b"")
+
+    monkeypatch.setattr(calls, "_letters", found)
+    monkeypatch.setattr(calls, "_requeue", requeue)
+    call = asyncio.ensure_future(
+        calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=[1, 2]), None)
+    )
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert calls._busy_dead_letters == {1, 2}
+    ends.set()
+    with pytest.raises(JournalError, match="the disk fails"):
+        await call
+    assert not calls._busy_dead_letters

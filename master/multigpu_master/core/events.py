@@ -331,6 +331,13 @@ class Settled:
 
 
 @dataclass(slots=True)
+class RejectUnwritten:
+    """The journal could not write these tasks: reject them on the streams that follow them."""
+
+    tasks: list[Task]
+
+
+@dataclass(slots=True)
 class RenewIds:
     """Half of the ids are used: reserve another range in the journal. Answered by IdsRenewed."""
 
@@ -407,6 +414,6 @@ class BreakerChanged:
 
 
 Command = (
-    Submitted | Cancelled | Settled | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire | EndSession
-    | ForwardPartials | WorkerChanged | BreakerChanged
+    Submitted | Cancelled | Settled | RejectUnwritten | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire
+    | EndSession | ForwardPartials | WorkerChanged | BreakerChanged
 )  # fmt: skip

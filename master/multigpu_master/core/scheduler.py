@@ -215,6 +215,7 @@ class Core:
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.ledger
+        unsettled = [task for task in event.tasks if task.outcome is None]
         for task in event.tasks:
             ledger.forget(task)
             if task.outcome is None:
@@ -222,6 +223,7 @@ class Core:
                 ledger.remove_from_counts(task)
                 ledger.counters.unwritten += 1
                 task.task_id = 0
+        self._commands.add(ev.RejectUnwritten(unsettled))
 
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
         for task in event.tasks:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import structlog
 from google.protobuf.message import DecodeError
-from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu.v1 import task_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import conflict
 from multigpu_master.core.model import OutcomeState, Task
-from multigpu_master.driver import Driver
+from multigpu_master.driver import DISK_FULL, Driver
 from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.journal.protocol import SettledTask, StoredOutcome
 from multigpu_master.security.auth import current_caller
@@ -17,18 +17,10 @@ from multigpu_master.security.tokens import Token
 from multigpu_master.wire.payloads import Peer
 from multigpu_master.wire.specs import SpecsFullError
 from multigpu_master.wire.tasks import tasks_of
-from multigpu_master.wire.times import duration
 
 log = structlog.get_logger()
 
 INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAVAILABLE = 3, 7, 8, 14
-DISK_FULL = ev.Rejection(
-    RESOURCE_EXHAUSTED,
-    "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
-    "durable tasks are rejected until there is room; free space on its disk (never delete files in "
-    "data_dir) or raise the limit, or submit with durability EPHEMERAL",
-    1.0,
-)
 REQUEST_ID_IN_USE = ev.Rejection(INVALID_ARGUMENT, "another caller's task has this request_id; use another request_id")
 
 Answer = Task | ev.Rejection | SettledTask
@@ -174,12 +166,3 @@ def count_tasks(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
     if len(batches) > limit:  # do not iterate over them
         return len(batches)
     return max(len(batches), sum([len(b.inputs) + max(len(b.request_ids), len(b.payloads)) for b in batches]))
-
-
-def fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection, request_id: str) -> None:
-    """Fills a Rejection message."""
-    message.request_id = request_id
-    message.code = rejection.code
-    message.message = rejection.message
-    if rejection.retry_delay_s is not None:
-        message.retry_delay.CopyFrom(duration(rejection.retry_delay_s))

@@ -8,13 +8,13 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
-from multigpu_master.driver import NOT_DURABLE, Driver, RunOutbox
+from multigpu_master.driver import NOT_DURABLE, Driver, RunOutbox, reject
 from multigpu_master.errors import InvalidArgumentError, JournalError, JournalFullError
 from multigpu_master.journal.payload_files import WRONG_KEY
 from multigpu_master.journal.protocol import SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Intake, count_tasks, fill_rejection, stored_body
+from multigpu_master.rpc.intake import RESOURCE_EXHAUSTED, Intake, count_tasks, stored_body
 from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
 from multigpu_master.security.auth import caller_queues
@@ -30,13 +30,16 @@ READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 # Acceptances are collected for this time and sent in one frame. Tasks that end sooner need none.
 ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
-CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
+CANCELLED_ELSEWHERE = ev.Rejection(
+    1, "it was cancelled or had already ended; its outcome goes to the stream that submitted it"
+)
 DETACHED = ev.Rejection(
     1,
     "another client's task, or one from before the master started: it is not cancelled; this stream gets no outcome",
 )
 NOT_KNOWN = ev.Rejection(5, f"no task has this request_id: {queries.FORGOTTEN}")
 CLIENT_ID_BYTES_MAX = 64
+QUEUE_RESTRICTED = "a token for certain queues cannot share payload files: leave payload_key out to send and get bytes"
 
 
 class RunStream:
@@ -78,7 +81,9 @@ class RunStream:
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
         """Raises InvalidArgumentError if the frame is too large or has a wrong key."""
-        if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.check_key(frame.payload_key)):
+        if frame.payload_key and caller_queues() is not None:
+            raise InvalidArgumentError(QUEUE_RESTRICTED)
+        if frame.payload_key and not self._outbox.peer.check_key(frame.payload_key):
             raise InvalidArgumentError(WRONG_KEY)
         check_count(len(frame.client_id.encode()), CLIENT_ID_BYTES_MAX, "bytes in a client_id")
         check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
@@ -91,8 +96,7 @@ class RunStream:
         accepted: list[Task] = []
 
         def done(_error: JournalError | None) -> None:
-            # Also without an error: the batch may have joined tasks of another call, whose write has failed.
-            self._reject_lost([task for task in accepted if not task.task_id])
+            # Also checked without an error: the batch may have joined tasks of another call, whose write has failed.
             self._acknowledge([task for task in accepted if task.task_id])
 
         answers = self._intake.submit(
@@ -112,15 +116,7 @@ class RunStream:
                 self._ended.append(answer)
 
     def _reject(self, rejection: ev.Rejection, request_id: str) -> None:
-        frame = self._outbox.frame_for(len(rejection.message) + 64)
-        fill_rejection(frame.message.rejected.add(), rejection, request_id)
-
-    def _reject_lost(self, tasks: list[Task]) -> None:
-        """Rejects tasks that could not be written, each once."""
-        for task in tasks:
-            if task.outcome is None and self._stream in task.streams:
-                self._detach(task)
-                self._reject(DISK_FULL, task.request_id)
+        reject(self._outbox, rejection, request_id)
 
     def _detach(self, task: Task) -> None:
         """Stops following an unsettled task, which goes on."""
@@ -224,7 +220,7 @@ class RunStream:
             except (JournalError, MemoryError) as error:
                 log.warning("outcomes cannot be read now", count=len(part), error=repr(error))
                 for settled in part:
-                    self._reject(ev.Rejection(*NOT_READABLE), settled.request_id)
+                    self._reject(NOT_READABLE, settled.request_id)
                 bodies = [b""] * len(part)
             for body in filter(None, bodies):
                 outbox.frame_for(len(body)).add_outcome(body)

@@ -8,7 +8,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
-from multigpu_master.driver import NOT_DURABLE, Driver
+from multigpu_master.driver import DISK_FULL, NOT_DURABLE, Driver
 from multigpu_master.errors import (
     CallError,
     ExhaustedError,
@@ -22,12 +22,12 @@ from multigpu_master.journal.payload_files import InitialMetadata
 from multigpu_master.journal.protocol import StoredOutcome
 from multigpu_master.outbox import serve_stream
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
+from multigpu_master.rpc.intake import Answer, Intake, count_tasks, fill_stored
 from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
-from multigpu_master.wire.tasks import request_ids_of, spec_message
+from multigpu_master.wire.tasks import fill_rejection, request_ids_of, spec_message
 from multigpu_master.wire.times import seconds_of
 from multigpu_master.write_buffer import DURABLE_S, tell
 

@@ -16,7 +16,7 @@ from multigpu_master.wire.protobuf import tag, varint
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_PLACE_TAG = tag(task_pb2.Outcome.RESULT_PLACE_FIELD_NUMBER)
 # The code (UNAVAILABLE), message and retry_delay_s of a Rejection.
-NOT_READABLE = 14, "the task has ended, but the master cannot read its outcome now; try again", 1.0
+NOT_READABLE = ev.Rejection(14, "the task has ended, but the master cannot read its outcome now; try again", 1.0)
 
 
 class Peer:

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 
 from multigpu._transport.payloads import Reference
-from multigpu.v1 import task_pb2
+from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
@@ -14,7 +14,7 @@ from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitReco
 from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.outcomes import fill_attempts, fill_error, fill_stages
 from multigpu_master.wire.payloads import Peer
-from multigpu_master.wire.times import set_time, timestamp
+from multigpu_master.wire.times import duration, set_time, timestamp
 from multigpu_master.wire.validation import KEY_BYTES_MAX, NAME_BYTES_MAX
 
 INVALID_ARGUMENT = 3
@@ -24,6 +24,15 @@ TRACEPARENT_CHARS_MAX = 64
 def request_ids_of(batch: task_pb2.TaskBatch) -> list[str]:
     """The request_ids of a batch's tasks, in order."""
     return [*[i.request_id for i in batch.inputs], *batch.request_ids]
+
+
+def fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection, request_id: str) -> None:
+    """Fills a Rejection message."""
+    message.request_id = request_id
+    message.code = rejection.code
+    message.message = rejection.message
+    if rejection.retry_delay_s is not None:
+        message.retry_delay.CopyFrom(duration(rejection.retry_delay_s))
 
 
 def tasks_of(

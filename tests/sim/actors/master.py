@@ -229,6 +229,11 @@ class Master:
                     self.write_buffer.remember(dict.fromkeys(setting) if command.gone else setting)
             case ev.RenewIds():
                 self._renew_ids()
+            case ev.RejectUnwritten():
+                for task in command.tasks:
+                    for stream in task.streams:
+                        if stream in self.streams:
+                            self.streams[stream].send_rejected(stream, task.request_id, DISK_FULL)
             case ev.BreakerChanged():
                 self.world.coverage[f"core: the breaker {'tripped' if command.tripped_s else 'was reset'}"] += 1
                 if command.tripped_s:
@@ -303,9 +308,7 @@ class Master:
 
         def done(error: JournalError | None) -> None:
             for request_id, task in accepted:
-                if not task.task_id:
-                    client.send_rejected(stream, request_id, DISK_FULL)
-                elif task.outcome is None and not client.outcomes_only:
+                if task.task_id and task.outcome is None and not client.outcomes_only:
                     client.send_accepted(stream, request_id, task.task_id, epoch)
 
         for task, answer in zip(

@@ -56,13 +56,16 @@ class DeadLetterCalls:
             self._busy_dead_letters |= claimed
             try:
                 letters = await self._letters([task_id for task_id in batch if task_id in claimed])
-                answers = await asyncio.gather(*[self._requeue(letter) for letter in letters])
+                # All must have ended before other calls may have their dead letters, also if one fails.
+                answers = await asyncio.gather(*map(self._requeue, letters), return_exceptions=True)
             finally:
                 self._busy_dead_letters -= claimed
             known = {letter.task_id for letter in letters}
             response.unknown_task_ids.extend(task_id for task_id in batch if task_id not in known)
             response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
             for letter, answer in zip(letters, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    raise answer
                 if isinstance(answer, ev.Rejection):
                     requeued = f"requeued {len(response.task_ids)} of {len(ids)} dead letters"
                     raise PreconditionError(f"{requeued}; dead letter {letter.task_id}: {answer.message}")
