@@ -90,14 +90,16 @@ class Payloads:
         self._stored: WeakValueDictionary[str, Stored] = WeakValueDictionary()
         self._lock = threading.Lock()  # protects _stored, and deletions
         self.released: deque[str] = deque()  # names of segments without references
-        self._journaled: set[str] = set()  # rows may refer to these
+        self._journaled: set[str] = set()  # rows may refer to these; their names are synced
+        self._undeletable: set[str] = set()  # the log has a line for each
         self._scan_from = ""
-        self._freed_s = 0.0
+        self._last_freed_at = 0.0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
         """Creates the directory if it does not exist, and a new key."""
+        self._closing.clear()
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._dir_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         aside = f"{KEY_NAME}.new"
@@ -190,15 +192,14 @@ class Payloads:
 
     def sync(self, references: Iterable[Reference]) -> None:
         """Syncs these bytes and their files' names to the disk. Called on the journal's thread."""
-        fresh = False
-        for name in {r.pin.name for r in references}:
+        names = {r.pin.name for r in references}
+        for name in names:
             # A peer may delete a file that it wrote: only the peer's own task or result is lost.
             with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
                 os.fdatasync(fd)
-            fresh = fresh or name not in self._journaled
-            self._journaled.add(name)
-        if fresh:
+        if not names <= self._journaled:
             os.fsync(self._dir_fd)
+            self._journaled |= names
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir() if NAME.fullmatch(path.name))
@@ -221,12 +222,12 @@ class Payloads:
             try:
                 while self.released:
                     waiting[self.released.popleft()] = now_s + WAIT_S
-                waiting = {n: end_s for n, end_s in waiting.items() if not self._delete_unused(n) and now_s < end_s}
+                waiting = {n: end_s for n, end_s in waiting.items() if not self._try_delete(n) and now_s < end_s}
                 if now_s >= scan_at_s:
                     self._measure()
                     for name in self._part():
-                        self._delete_unused(name)
-                    if now_s > self._freed_s + FREE_S:
+                        self._try_delete(name)
+                    if now_s > self._last_freed_at + FREE_S:
                         self._delete_free()
                     scan_at_s = now_s + SCAN_S
             except (OSError, JournalError) as error:
@@ -240,9 +241,9 @@ class Payloads:
         self._scan_from = part[-1] if len(part) == SCAN_SEGMENTS else ""
         return part
 
-    def _free_name(self) -> str | None:
+    def _reserve_free_name(self) -> str | None:
         """Returns a name under which to keep a segment for the next writer, or None if enough segments are kept."""
-        self._freed_s = time.monotonic()
+        self._last_freed_at = time.monotonic()
         for name in FREE_NAMES:
             try:
                 os.stat(name, dir_fd=self._dir_fd)
@@ -256,6 +257,16 @@ class Payloads:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._dir_fd)
 
+    def _try_delete(self, name: str) -> bool:
+        """Like `_delete_unused`, but logs an error, once for each segment, and leaves the segment."""
+        try:
+            return self._delete_unused(name)
+        except (OSError, JournalError) as error:
+            if name not in self._undeletable:
+                self._undeletable.add(name)
+                log.warning("an unused payload can't be deleted", path=str(self.path / name), error=str(error))
+            return True
+
     def _delete_unused(self, name: str) -> bool:
         """Deletes an unused segment, or keeps it for the next writer. Returns False if another process locks it."""
         if name in self._stored:
@@ -267,9 +278,10 @@ class Payloads:
                 return False
             # The lock was free, so no process writes to the segment. `_stored` has the references in memory. Rows of
             # the journal are checked too, because they stay after their references have left `_stored`.
-            if name in self._journaled and self._in_use(name):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or (name in self._journaled and self._in_use(name)):
                 return True
-            free = self._free_name() if os.fstat(fd).st_size >= SEGMENT_BYTES // 2 else None
+            free = self._reserve_free_name() if found.st_size >= SEGMENT_BYTES // 2 else None
             with self._lock:
                 if name in self._stored:
                     return True

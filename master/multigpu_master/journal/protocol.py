@@ -5,6 +5,7 @@ outcomes of settled ones, dead letters with their payloads, workers, usage, and 
 after a restart the workers report them.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -143,7 +144,7 @@ class OutcomeFilter:
     model: str = ""
     worker_id: str = ""
     submitted_after_s: float = 0.0  # inclusive
-    submitted_before_s: float = 0.0  # exclusive; 0: no limit
+    submitted_before_s: float = math.inf  # exclusive
     cursor_max: int = 0  # inclusive; 0: no limit
 
 

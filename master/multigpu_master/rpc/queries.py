@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 # Why a task can't be found.
 FORGOTTEN = "it was never submitted, or the master has forgotten it since"
-FOREVER_S = 1e12
 NEWEST = 2**62
 # A loop over tasks or batches holds the event loop for at most this time.
 SLICE_S = 0.005
@@ -152,7 +151,7 @@ class Filter:
         self.queues = caller_queues()
         self.queue, self.kind, self.model, self.worker_id = m.queue, m.kind, m.model, m.worker_id
         self.after_s = seconds_of(m.submitted_after) if m.HasField("submitted_after") else 0.0
-        self.before_s = seconds_of(m.submitted_before) if m.HasField("submitted_before") else FOREVER_S
+        self.before_s = seconds_of(m.submitted_before) if m.HasField("submitted_before") else math.inf
 
     def matches(self, task: Task) -> bool:
         """Whether a task of the core matches."""

@@ -223,6 +223,7 @@ def test_filters_and_pages(tmp_path: Path) -> None:
             {"worker_id": "w1"}, {"submitted_after_s": 1010.0}, {"submitted_before_s": 1090.0},
             {"submitted_after_s": 1010.0, "submitted_before_s": 1050.0, "queue": "b", "states": [FAILED]},
         )  # fmt: skip
+        assert it.journal.count_outcomes(OutcomeFilter(submitted_before_s=0.0)) == {}
         for change in changes:
             wanted = OutcomeFilter(**change)
             expected = [
@@ -230,7 +231,7 @@ def test_filters_and_pages(tmp_path: Path) -> None:
                 if (not wanted.states or r.state in wanted.states)
                 and all(getattr(wanted, name) in ("", getattr(r, name)) for name in names)
                 and r.submit_time_s >= wanted.submitted_after_s
-                and (not wanted.submitted_before_s or r.submit_time_s < wanted.submitted_before_s)
+                and r.submit_time_s < wanted.submitted_before_s
             ]  # fmt: skip
             assert 0 < len(expected) <= len(records)
             counts = {s: n for s in (SUCCEEDED, FAILED) if (n := sum(r.state == s for r in expected))}

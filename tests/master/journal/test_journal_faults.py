@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from multigpu_master.errors import JournalDamagedError, JournalError
+from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import connections, failures
 from multigpu_master.journal.sqlite import directory as journal_directory
@@ -257,3 +258,56 @@ def test_an_idle_master_notices_that_its_journal_was_deleted(tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "data")
         until(lambda: bool(commits))
         assert "was deleted" in str(commits[0][2])
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_failed_start_closes_the_journal_and_keeps_its_log(tmp_path: Path) -> None:
+    """It deleted the log when the process ended, and the next start then missed it."""
+    with opened(tmp_path) as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(1)]))
+    with contextlib.closing(sqlite3.connect(tmp_path / journal_schema.DATABASE_NAME, isolation_level=None)) as writer:
+        writer.execute("UPDATE task SET submit_time_s = 'yesterday'")
+    before = descriptors()
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    with pytest.raises(JournalDamagedError, match="newest time"):
+        journal.open(lambda *_: None)
+    assert descriptors() == before
+    assert (tmp_path / f"{journal_schema.DATABASE_NAME}-wal").stat().st_size > 0
+    with pytest.raises(JournalDamagedError, match="newest time"), opened(tmp_path):  # nothing else
+        pass
+
+
+def test_a_start_on_a_full_disk_is_tried_again_without_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, calls = journal_schema.begin_incarnation, list[int]()
+
+    def full_once(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise JournalFullError("no room")
+        return begin(*arguments)
+
+    counts = []
+    for fails in (False, True):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(journal_schema, "begin_incarnation", full_once)
+            with opened(tmp_path) as (journal, commits):
+                commit(journal, commits, Entry(submits=[submit(1 + fails)]))
+                counts.append(descriptors())
+    assert (len(calls), counts[1]) == (2, counts[0])
+
+
+def test_a_row_that_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because of a lack of memory."""
+    with opened(tmp_path) as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))
+
+        def no_memory(*_: object) -> bytes:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        monkeypatch.setattr(journal_segments.LargeObjects, "read", no_memory)
+        with pytest.raises(JournalError, match="Cannot allocate memory"):
+            list(journal.lost())

@@ -18,7 +18,7 @@ from multigpu_master.errors import JournalError, JournalFullError
 from multigpu_master.journal import payload_files as product
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
-from multigpu_master.journal.sqlite import room
+from multigpu_master.journal.sqlite import room, segments
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.waiting import until
@@ -264,3 +264,58 @@ def test_a_writer_leaves_the_master_room(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(payloads, "FREE_BYTES_MIN", 0)
     assert writer.put(bytes(LARGE_BYTES)).read() == bytes(LARGE_BYTES)
+
+
+def test_the_name_of_a_file_is_synced_although_another_file_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "data") as it:
+        references = [it.take(Writer(it.payloads.path), os.urandom(LARGE_BYTES)) for _ in range(2)]
+        synced: list[int] = []
+        monkeypatch.setattr(product.os, "fsync", synced.append)  # type: ignore[attr-defined]
+        with monkeypatch.context() as failing:
+            done: list[int] = []
+
+            def second_fails(fd: int) -> None:
+                done.append(fd)
+                if len(done) == 2:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+            failing.setattr(product.os, "fdatasync", second_fails)  # type: ignore[attr-defined]
+            with pytest.raises(OSError, match="No space"):
+                it.payloads.sync(references)
+        for reference in references:
+            synced.clear()
+            it.payloads.sync([reference])
+            assert len(synced) == 1, "the directory"
+
+
+def test_files_that_cannot_be_deleted_do_not_keep_others(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        written = [Writer(it.payloads.path).put(os.urandom(LARGE_BYTES)) for _ in range(3)]
+        names = sorted(reference.pin.name for reference in written)
+        link, directory = it.payloads.path / names[0], it.payloads.path / names[1]
+        link.unlink()
+        link.symlink_to("KEY")
+        directory.unlink()
+        directory.mkdir()
+        written.clear()
+        until(lambda: it.names() == names[:2])
+    with opened(tmp_path / "data") as it:
+        assert it.names() == names[:2]
+
+
+def test_bytes_that_another_writer_may_have_overwritten_are_not_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "data") as it:
+        reference = it.take(Writer(it.payloads.path), os.urandom(LARGE_BYTES))
+        large = segments.LargeObjects(tmp_path / "data", it.payloads)
+
+        def reused(path: Path, offset: int, size_bytes: int) -> bytes:
+            path.rename(path.with_name(FREE_NAMES[0]))
+            return payloads.read_file(path.with_name(FREE_NAMES[0]), offset, size_bytes)
+
+        monkeypatch.setattr(segments, "read_file", reused)
+        with pytest.raises(FileNotFoundError):
+            large.read(product.reference_text(reference))

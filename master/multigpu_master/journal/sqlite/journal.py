@@ -96,19 +96,19 @@ class SqliteJournal(JournalReads):
             if not self._reserve.release():
                 raise
             epoch, incarnations, lease_key = self._open()
-        settings = self.settings()
-        begin_clock(self.newest_time_s())
-        downtime_s = self._retention.add_downtime(self._last_cursor + 1)
         try:
-            # This block also empties the log. Then the database file says, without the log, that the journal is open.
+            settings = self.settings()
+            begin_clock(self.newest_time_s())
+            downtime_s = self._retention.add_downtime(self._last_cursor + 1)
+            # This block also empties the log, so the flag that the journal is open is in the database file, and the
+            # next start notices if the log is missing.
             with self._room.reserve_released():
                 # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
                 # would take the new outcomes for older ones, and add the downtime to their lifetime.
                 if not self._call_or_roll_back(self._sweeper.save_time) or not self._room.try_accept():
                     self._full = failures.full_error(self._path)
-        except (OSError, sqlite3.Error) as error:
-            connections.close_keeping_log(self._path, self._writer)
-            self._lock_file.release()
+        except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
+            self._opened.close()
             raise failures.explain(error, self._path) from error
         self._on_commit = on_commit
         self._sweep_at_s = time.monotonic() + SWEEP_AFTER_S
@@ -117,14 +117,21 @@ class SqliteJournal(JournalReads):
         return Recovered(self.recover_tasks(), settings, epoch, incarnations, self._last_cursor, lease_key, downtime_s)
 
     def _open(self) -> tuple[int, list[Incarnation], bytes]:
-        """Locks, checks and opens the files, and begins an incarnation."""
+        """Locks, checks and opens the files, and begins an incarnation. `_opened` closes all of them again, and keeps
+        the log.
+        """
+        opened = self._opened = contextlib.ExitStack()
         self._lock_file = directory.prepare(self._data_dir)
-        writer: sqlite3.Connection | None = None
+        opened.callback(self._lock_file.release)
         try:
             connections.rewrite_log(self._path)
             writer = self._writer = connections.connect_writer(self._path)
+            opened.callback(connections.close_keeping_log, self._path, writer)
+            opened.callback(self.payloads.close)
             self.payloads.open()
             self._segments = Segments(self._data_dir, self.payloads, self._size_max_bytes)
+            opened.callback(self._segments.close)
+            opened.callback(self._close_idle_readers)
             self._room = Room(self._path, self._writer, self._segments, self._reserve, self._size_max_bytes)
             self._last_cursor = self.newest_cursor()
             begun = schema.begin_incarnation(self._writer, self._now(), self._last_cursor)
@@ -133,9 +140,7 @@ class SqliteJournal(JournalReads):
             self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
             self._files = directory.OpenFiles(self._path)
         except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
-            if writer is not None:
-                connections.close_keeping_log(self._path, writer)
-            self._lock_file.release()
+            opened.close()
             raise failures.explain(error, self._path) from error
         return begun
 

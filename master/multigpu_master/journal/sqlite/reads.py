@@ -8,6 +8,7 @@ writer, and leave no transaction open: an open transaction would keep SQLite fro
 
 import itertools
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -85,6 +86,10 @@ class JournalReads:
     def close_readers(self) -> None:
         with self._lock:
             self._closed = True
+        self._close_idle_readers()
+
+    def _close_idle_readers(self) -> None:
+        with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
@@ -225,9 +230,10 @@ class JournalReads:
                             why = self._outcome(row[:-1]).lost
                         else:
                             self._task(row, {})
-                    except JournalFullError:  # the row isn't lost: no file descriptor is left to read it
-                        raise
                     except JournalError as error:
+                        cause = error.__cause__
+                        if isinstance(error, JournalFullError) or (cause is not None and is_transient(cause)):
+                            raise  # the row isn't lost: it can't be read now
                         why = str(error).partition(". ")[0]
                         stays = stays and not isinstance(error, JournalDamagedError)
                     if why:
@@ -455,10 +461,12 @@ def _conditions(wanted: OutcomeFilter) -> tuple[str, list[Any]]:
         ("o.model = ?", wanted.model),
         ("o.worker_id = ?", wanted.worker_id),
         ("o.submit_time_s >= ?", wanted.submitted_after_s),
-        ("o.submit_time_s < ?", wanted.submitted_before_s),
         ("o.cursor <= ?", wanted.cursor_max),
     ):
         if value:
             terms.append(condition)
             parameters.append(value)
+    if wanted.submitted_before_s < math.inf:
+        terms.append("o.submit_time_s < ?")
+        parameters.append(wanted.submitted_before_s)
     return " AND ".join(terms), parameters

@@ -81,7 +81,11 @@ class LargeObjects:
         """
         if is_shared(reference):
             name, offset, size_bytes, head, _ = parse_reference(reference)
-            return head + read_file(self._shared.path / name, offset, size_bytes)
+            path = self._shared.path / name
+            data = read_file(path, offset, size_bytes)
+            # FileNotFoundError: the segment was deleted meanwhile, and another writer may have overwritten the bytes.
+            path.stat()
+            return head + data
         data, crc = self._read_segment(reference)
         if zlib.crc32(data) != crc:  # damage of the disk must not give a wrong result
             raise ValueError("its bytes are not those that were written")
