@@ -1,5 +1,6 @@
 """The audit log: administrative calls, and no others."""
 
+import functools
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
+from multigpu_master.rpc.parsing import REQUEST_BYTES_MAX, parse
 from multigpu_master.security import audit
 from multigpu_master.security.auth import allowed_roles
 from multigpu_master.security.tokens import ADMIN
@@ -81,7 +83,7 @@ def test_a_large_request_is_cut_before_it_becomes_json(monkeypatch: pytest.Monke
         admin_pb.DeleteDeadLettersRequest(task_ids=range(1, 1_000_000)),
         admin_pb.DrainWorkerRequest(worker_id="w" * 1_000_000),
     ):
-        logged = audit._request(type(request), request.SerializeToString())
+        logged = audit._request(type(request).FromString, request.SerializeToString())
         assert (len(logged), logged[-1]) == (audit.REQUEST_CHARS_MAX + 1, "…")
     assert max(sizes) < 50_000
 
@@ -173,3 +175,29 @@ def test_without_the_audit_file_calls_have_no_effect(own_secured: SecuredFleet) 
     path.rmdir()
     secured.admin.call("AdminService/PauseQueue", request)
     assert [x["request"]["queue"] for x in _lines(secured)] == ["unwritten"], "a new file was begun"
+
+
+def test_the_name_of_the_file_is_synced_before_any_call_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a first line that was cut off by a full disk."""
+    log, write, synced = audit.Audit(tmp_path), os.write, list[Path]()
+    monkeypatch.setattr(audit, "sync_directory", synced.append)
+    with monkeypatch.context() as full:
+        full.setattr(audit.os, "write", lambda descriptor, data: write(descriptor, data[:3]))  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="No space"):
+            log._append(log._open(), b"first\n")
+    for count in (1, 1):
+        log._append(log._open(), b"next\n")
+        assert synced == [tmp_path] * count
+    log.path.unlink()
+    log._append(log._open(), b"of another file\n")
+    assert synced == [tmp_path] * 2
+
+
+def test_a_request_that_is_too_large_is_not_parsed_for_the_audit_log() -> None:
+    request = admin_pb.DeleteDeadLettersRequest(task_ids=range(1 << 40, (1 << 40) + 500_000)).SerializeToString()
+    assert len(request) > REQUEST_BYTES_MAX
+    parser = functools.partial(parse, admin_pb.DeleteDeadLettersRequest)
+    assert audit._request(parser, request) == "not a request"
+    assert audit._request(parser, request[:0]) == {}

@@ -5,6 +5,7 @@ Every method is registered with a stream of requests, because gRPC then reads no
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -36,20 +37,20 @@ def add_service(
 
     Methods with one request are `async (request, context)` and return their response, or write their responses if they
     stream. Methods with a stream of requests are `async (context)`, and read and write bytes. `read`: replaces
-    `context.read` for the one request; the methods of such a servicer write their responses themselves.
+    `context.read` for the one request; then methods write their responses themselves.
     """
     handlers = {}
     for method in descriptor.methods:
         name, request_type = f"{descriptor.name}/{method.name}", GetMessageClass(method.input_type)
         serve = _serving(getattr(servicer, method.name), None if method.client_streaming else request_type)
         # Inside authentication: rejected calls must not fill the audit log.
-        serve = serve if audit is None else audit.wrap(serve, name, request_type)
+        serve = serve if audit is None else audit.wrap(serve, name, functools.partial(parse, request_type))
         serve = serve if method.client_streaming else _reading(serve, name, read)
         serve = serve if auth is None else auth.with_checks(serve, name)
         serialize = None if method.client_streaming else GetMessageClass(method.output_type).SerializeToString
         streams = method.server_streaming or read is not None
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
-        handlers[method.name] = make(_aborting(serve, method.name), response_serializer=serialize)
+        handlers[method.name] = make(_errors_to_status(serve, method.name), response_serializer=serialize)
     server.add_registered_method_handlers(descriptor.full_name, handlers)
 
 
@@ -94,10 +95,10 @@ def _serving(implementation: Callable[..., Awaitable[Any]], request_type: Any | 
     return serving
 
 
-def _aborting(serve: Serve, name: str) -> Serve:
+def _errors_to_status(serve: Serve, name: str) -> Serve:
     """Ends the call with a status if it raises an exception."""
 
-    async def aborting(request: Any, context: Any) -> Any:
+    async def ending_with_status(request: Any, context: Any) -> Any:
         try:
             return await serve(request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -113,4 +114,4 @@ def _aborting(serve: Serve, name: str) -> Serve:
         except grpc.aio.InternalError as error:
             raise asyncio.CancelledError from error
 
-    return aborting
+    return ending_with_status

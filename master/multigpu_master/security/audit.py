@@ -1,7 +1,8 @@
 """The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each call that changes
 the fleet, including failed calls.
 
-The line of a successful call is synced before the answer. A call that its caller cancels runs to its end and is logged.
+The line of a successful call is synced before the answer. If that fails, the line is in the master's log, and the
+answer is the same. A call that its caller cancels runs to its end and is logged.
 """
 
 import asyncio
@@ -10,15 +11,14 @@ import errno
 import json
 import os
 import threading
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError
 
-from multigpu_master.errors import PreconditionError, call_error
+from multigpu_master.errors import InvalidArgumentError, PreconditionError, call_error
 from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.security.auth import Serve, current_caller, is_administrative
 
@@ -36,11 +36,13 @@ class Audit:
 
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / FILE
-        self._works: set[asyncio.Task[Any]] = set()
-        self._write_lock = threading.Lock()
+        self._running_calls: set[asyncio.Task[Any]] = set()
+        self._write_lock, self._name_lock = threading.Lock(), threading.Lock()
+        self._synced_inode = 0  # the file whose name is synced
 
-    def wrap(self, serve: Serve, method: str, message_type: Any) -> Serve:
+    def wrap(self, serve: Serve, method: str, parse: Callable[[bytes], Any]) -> Serve:
         """Returns `serve` with an audit line if `method`, which is "Service/Method", is administrative; else `serve`.
+        `parse`: raises InvalidArgumentError if the bytes are no request.
 
         The call's effect and its line are one task, which continues if the caller cancels the call.
         """
@@ -48,23 +50,23 @@ class Audit:
             return serve
 
         async def audited(request: Any, context: Any) -> Any:
-            line = _line(method, message_type, request, context)
+            line = _line(method, parse, request, context)
             try:
                 descriptor = self._open()
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); repair that, then try again"
                 raise PreconditionError(text) from None
             work = asyncio.create_task(self._work(serve, line, request, descriptor))
-            self._works.add(work)
-            work.add_done_callback(self._works.discard)
+            self._running_calls.add(work)
+            work.add_done_callback(self._running_calls.discard)
             return await asyncio.shield(work)
 
         return audited
 
     async def finish(self, timeout_s: float) -> None:
         """Waits for the calls in progress."""
-        if self._works:
-            await asyncio.wait(self._works, timeout=timeout_s)
+        if self._running_calls:
+            await asyncio.wait(self._running_calls, timeout=timeout_s)
 
     async def _work(self, serve: Serve, line: dict[str, Any], request: bytes, descriptor: int) -> Any:
         try:
@@ -83,8 +85,8 @@ class Audit:
                 log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=line)
 
     def _open(self) -> int:
-        """Returns a descriptor of the file; begins a new file if it is full. Used before the call is made, because no
-        descriptor may be free afterwards.
+        """Returns a descriptor of the file; begins a new file if it is full. Used before the call takes effect: after
+        it, the process may have no descriptor left.
         """
         descriptor = os.open(self.path, FLAGS, 0o600)
         if os.fstat(descriptor).st_size < FILE_BYTES_MAX:
@@ -97,22 +99,25 @@ class Audit:
         return os.open(self.path, FLAGS, 0o600)
 
     def _append(self, descriptor: int, line: bytes) -> None:
-        """Runs on a thread. Raises OSError if the line is not, or only in part, on the disk."""
+        """Runs on a thread. Raises OSError unless the whole line is on the disk."""
         try:
-            with self._write_lock:  # a file may be read while a write to it is in progress
+            with self._write_lock:  # without it, `pread` could see a part of another thread's line
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":
                     line = b"\n" + line  # the previous line was written only in part
                 if os.write(descriptor, line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
-            if not size:
-                sync_directory(self.path.parent)
+            with self._name_lock:  # no call is answered before the name of the file is synced
+                inode = os.fstat(descriptor).st_ino
+                if not size or inode != self._synced_inode:
+                    sync_directory(self.path.parent)
+                    self._synced_inode = inode
         finally:
             os.close(descriptor)
 
 
-def _line(method: str, message_type: Any, request: bytes, context: Any) -> dict[str, Any]:
+def _line(method: str, parse: Callable[[bytes], Any], request: bytes, context: Any) -> dict[str, Any]:
     caller = current_caller()
     names = context.auth_context().get("x509_common_name", ())
     return {
@@ -123,16 +128,16 @@ def _line(method: str, message_type: Any, request: bytes, context: Any) -> dict[
         "name": caller.name if caller is not None else None,
         "peer": context.peer(),
         "certificate": [v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in names] or None,
-        "request": _request(message_type, request),
+        "request": _request(parse, request),
     }
 
 
-def _request(message_type: Any, data: bytes) -> Any:
+def _request(parse: Callable[[bytes], Any], data: bytes) -> Any:
     try:
-        message = message_type.FromString(data)
-    except DecodeError:
+        message = parse(data)
+    except InvalidArgumentError:
         return "not a request"
-    for field, value in message.ListFields():  # of longer values nothing more is logged, and JSON of them takes long
+    for field, value in message.ListFields():  # only the beginning is logged, and JSON of long values takes long
         if isinstance(value, str):
             setattr(message, field.name, value[: REQUEST_CHARS_MAX + 1])
         elif isinstance(value, MutableSequence):
