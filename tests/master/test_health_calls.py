@@ -39,3 +39,18 @@ async def test_open_calls_of_all_connections_are_limited() -> None:
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_the_connections_of_a_unix_socket_are_not_one() -> None:
+    """gRPC gives all of them the same peer."""
+    health = Health()
+    health.set("", health_pb2.HealthCheckResponse.SERVING)
+    request = health_pb2.HealthCheckRequest()
+    for peer, error in (("unix:", TimeoutError), ("ipv4:10.0.0.1:1", ExhaustedError)):
+        calls = [asyncio.create_task(health.Check(request, DeafCall(peer))) for _ in range(CALLS_MAX)]
+        await asyncio.sleep(0)
+        with pytest.raises(error):
+            await asyncio.wait_for(health.Check(request, DeafCall(peer)), 0.05)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError
 
 from multigpu_master.errors import InvalidArgumentError
 
-# Limit of requests without payloads. Requests with payloads are limited by transport.MESSAGE_BYTES_MAX.
+# Limit of requests without payloads. Those with payloads have the limit of every message: MESSAGE_BYTES_MAX of
+# multigpu.daemon.grpc_server.
 REQUEST_BYTES_MAX = 2 << 20
 WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
 # Limit of fields in a request that is larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
@@ -24,9 +25,7 @@ def parse(message_type: Any, data: bytes) -> Any:
     """Parses a message. Raises InvalidArgumentError if the bytes are no such message, or pass a limit."""
     if len(data) > REQUEST_BYTES_MAX:
         if message_type.DESCRIPTOR.name not in WITH_PAYLOADS:
-            text = (
-                f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: ask for less at once"
-            )
+            text = f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: send less at once"
             raise InvalidArgumentError(text)
         if more_fields_than(FIELDS_MAX, message_type.DESCRIPTOR, data):
             text = f"the message has more than {FIELDS_MAX} fields: send fewer tasks at once"
@@ -40,8 +39,8 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 
 def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
-    """Whether the serialized message and the messages in it have more fields than this. Of an invalid message, the
-    fields up to the error count, because a parser reads them, too.
+    """Whether the serialized message and the messages in it have more than `count_max` fields. Of an invalid message,
+    the fields up to the error count, because a parser reads them, too.
     """
     todo = [(0, len(data), descriptor)]
     while todo and count_max >= 0:
@@ -50,12 +49,20 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
         try:
             while at < end and count_max >= 0:
                 count_max -= 1
-                tag, at = _varint(data, at)
+                tag = data[at]
+                if tag < 128:  # without a call: most varints have one byte
+                    at += 1
+                else:
+                    tag, at = _varint(data, at)
                 kind = tag & 7
                 if kind == VARINT:
                     _, at = _varint(data, at)
                 elif kind == BYTES:
-                    size, at = _varint(data, at)
+                    size = data[at]
+                    if size < 128:
+                        at += 1
+                    else:
+                        size, at = _varint(data, at)
                     if (message := messages.get(tag >> 3)) is not None:
                         todo.append((at, at + size, message))
                     at += size
