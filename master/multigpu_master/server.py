@@ -97,7 +97,7 @@ class Master:
         strategies, strategy = self._load_strategies()
         try:
             recovered = self.journal.open(self._on_commit, self._clock.begin)
-            self._warn_of_downtime(recovered.downtime_s)
+            self._warn_of_clock_difference(recovered.clock_difference_s)
             core = Core(strategies, self._limits(), recovered.incarnations[-1].first_id, random.random, strategy)
             driver = self._make_driver(core, recovered)
             tasks_recovered, workers_expected = self._recover(driver, recovered)
@@ -167,12 +167,12 @@ class Master:
         driver.handle(ev.Recover(tasks, now + self.config.reconnect_grace_s if expected else now))
         return len(tasks), expected
 
-    def _warn_of_downtime(self, downtime_s: float) -> None:
-        if abs(downtime_s) > CLOCK_DIFFERS_S:
+    def _warn_of_clock_difference(self, clock_difference_s: float) -> None:
+        if abs(clock_difference_s) > CLOCK_DIFFERS_S:
             log.warning(
                 "the clock differs from the last time in the journal: no master ran for that long, or the host's clock "
                 "is wrong (set it). Results do not age by the difference",
-                ahead_s=round(downtime_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
+                ahead_s=round(clock_difference_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:

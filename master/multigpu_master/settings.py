@@ -1,4 +1,5 @@
-"""What survives a restart besides tasks: the strategy, queue rules, workers with their cordons, the circuit breaker.
+"""Settings in the journal, which survive a restart: the strategy, queue rules, workers with their cordons, the circuit
+breaker.
 
 Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON.
 """
@@ -17,8 +18,8 @@ from multigpu_master.wire.devices import device_message
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
-# Workers list their models again when they reconnect.
-_INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name not in ("models", "nvlink_peers"))
+# The fields of WorkerInfo that are saved. Workers report the others again when they reconnect.
+_SAVED_INFO_FIELDS = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name not in ("models", "nvlink_peers"))
 COUNT_END = 1 << 64
 T = TypeVar("T")
 Handle = Callable[[ev.Event], object]
@@ -37,7 +38,7 @@ def queue_setting(queue: Queue) -> dict[str, bytes | None]:
 
 def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     """The setting of a worker."""
-    info = {name: getattr(worker.info, name) for name in _INFO}
+    info = {name: getattr(worker.info, name) for name in _SAVED_INFO_FIELDS}
     info["device_wire"] = base64.b64encode(worker.info.device_wire).decode()
     info["capabilities"] = [dataclasses.asdict(capability) for capability in worker.info.capabilities]
     fields = {
@@ -111,7 +112,7 @@ def _cordon(fields: dict[str, Any]) -> Cordon | None:
 
 
 def _info(fields: dict[str, Any]) -> WorkerInfo:
-    kept = {name: _check_field(name, value) for name, value in fields.items() if name in _INFO}
+    kept = {name: _check_field(name, value) for name, value in fields.items() if name in _SAVED_INFO_FIELDS}
     info = WorkerInfo(**kept)
     device_message(info)
     return info

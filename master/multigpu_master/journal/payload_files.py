@@ -1,11 +1,12 @@
 """The master's side of payloads by reference (multigpu._transport.payloads): which peers share the directory, which
 references are valid, which files must be synced, and which may be deleted.
 
-Each segment to which a task, an outcome or an unwritten entry in the master's memory refers has one `Stored`. When its
-last reference is gone, the segment is deleted unless a row of the journal refers to the segment or another process has
-a lock on it. A scan finds segments that were never reported to the master, because their writer was killed before.
+Each segment to which a task, an outcome or an unwritten entry in the master's memory refers has one `SegmentHold`. When
+its last reference is gone, the segment is deleted unless a row of the journal refers to the segment or another process
+has a lock on it. A scan finds segments that were never reported to the master, because their writer was killed before.
 
-Files are opened relative to the directory, never through links. They must be of the master's user, with one name.
+Files are opened relative to the directory, never through links. They must be of the master's user, with a single
+hard link.
 """
 
 import contextlib
@@ -39,11 +40,11 @@ from multigpu_master.errors import JournalError
 log = structlog.get_logger()
 
 DIRECTORY_NAME = "payloads"
-# Time between two checks of released segments: while there are released segments, and otherwise.
+# Time between two checks for released segments: with, and without, segments that wait to be deleted.
 BUSY_S, IDLE_S = 0.05, 0.5
 # After this time, a segment that its writer still has locked is left to the scan.
 WAIT_S = 2.0
-# Segments that are kept for the next writer are deleted after this time without another unused segment.
+# Segments that are kept for the next writer are deleted when no segment has become unused for this time.
 FREE_S = 3.0
 SCAN_S, SCAN_SEGMENTS = 1.0, 64  # period of the scan, and the segments that it checks in each
 _OFFSET_MAX = 1 << 40
@@ -61,7 +62,7 @@ class BadReferenceError(Exception):
     """A reference that is not valid; the message says why."""
 
 
-class Stored:
+class SegmentHold:
     """A segment with references in the master."""
 
     __slots__ = ("__weakref__", "_payloads", "name")
@@ -87,7 +88,7 @@ class Payloads:
         self._in_use = in_use
         self._key = secrets.token_hex(32).encode()
         self._dir_fd = -1
-        self._stored: WeakValueDictionary[str, Stored] = WeakValueDictionary()
+        self._stored: WeakValueDictionary[str, SegmentHold] = WeakValueDictionary()
         self._lock = threading.Lock()  # protects _stored, and deletions
         self.released: deque[str] = deque()  # names of segments without references
         self._journaled: set[str] = set()  # rows may refer to these; their names are synced
@@ -141,8 +142,8 @@ class Payloads:
             raise BadReferenceError("the reference names no segment: it must be one that the sender wrote itself")
         if offset >= _OFFSET_MAX or not LARGE_BYTES <= size_bytes < _OFFSET_MAX:
             raise BadReferenceError(
-                f"the reference's offset {offset} or size {size_bytes} is out of range; send what has less than "
-                f"{LARGE_BYTES} bytes as it is"
+                f"the reference's offset {offset} or size {size_bytes} is out of range; send payloads of less "
+                f"than {LARGE_BYTES} bytes inline"
             )
         stored = self._hold(name)
         try:
@@ -154,7 +155,9 @@ class Payloads:
                 "offered, keep it locked, and refer to it then, or send the bytes themselves"
             ) from error
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-            raise BadReferenceError(f"segment {name} is not a plain file of the master's own user, with one name")
+            raise BadReferenceError(
+                f"segment {name} is not a plain file of the master's own user, with a single hard link"
+            )
         if offset + size_bytes > found.st_size:
             raise BadReferenceError(
                 f"segment {name} has {found.st_size} bytes, and the reference needs {offset + size_bytes}; "
@@ -171,11 +174,11 @@ class Payloads:
             return None
         return Reference(self._hold(name), offset, size_bytes, crc) if whole else None
 
-    def _hold(self, name: str) -> Stored:
+    def _hold(self, name: str) -> SegmentHold:
         with self._lock:
             stored = self._stored.get(name)
             if stored is None:
-                stored = self._stored[name] = Stored(self, name)
+                stored = self._stored[name] = SegmentHold(self, name)
             return stored
 
     @contextlib.contextmanager
@@ -278,8 +281,10 @@ class Payloads:
                 return False
             # The lock was free, so no process writes to the segment. `_stored` has the references in memory. Rows of
             # the journal are checked too, because they stay after their references have left `_stored`.
+            if name in self._journaled and self._in_use(name):
+                return True
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or (name in self._journaled and self._in_use(name)):
+            if not stat.S_ISREG(found.st_mode):
                 return True
             free = self._reserve_free_name() if found.st_size >= SEGMENT_BYTES // 2 else None
             with self._lock:

@@ -98,8 +98,8 @@ class UsageRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """Records that are written all or not at all. An entry with `submits` has no `settles`. A transaction writes one or
-    more entries.
+    """Records that are written together or not at all. An entry with `submits` has no `settles`. A transaction writes
+    one or more entries.
     """
 
     submits: Sequence[SubmitRecord] = ()
@@ -158,7 +158,7 @@ class Recovered:
     incarnations: Sequence[Incarnation]  # the starts of masters on this journal, oldest first; the last is this start
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # the secret from which ids.LeaseProofs computes the proofs of leases
-    downtime_s: float  # the clock minus the last time saved in the journal, may be negative; 0: none was saved
+    clock_difference_s: float  # the clock minus the last time saved in the journal; 0: none was saved
 
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], object]

@@ -49,7 +49,7 @@ class RequestFilter:
     def __init__(self) -> None:
         self._filters = [_Filter(0)]  # the newest last; `add` fills the newest only
         self._loaded_capacity = 0
-        self._added = 0  # request_ids added since the current load began
+        self._added = 0  # request_ids added since the load began that read `_filters[0]`
 
     @property
     def full(self) -> bool:
@@ -85,7 +85,7 @@ class RequestFilter:
             try:
                 loaded = await asyncio.to_thread(_read, journal)
                 break
-            except Exception as error:  # noqa: BLE001  such as a MemoryError; else every settle would begin a load
+            except Exception as error:  # noqa: BLE001  such as MemoryError: if the task ended here, every settle would begin a load
                 log.warning(
                     "the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S
                 )

@@ -42,13 +42,14 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
     """Whether the serialized message and the messages in it have more than `count_max` fields. Of an invalid message,
     the fields up to the error count, because a parser reads them, too.
     """
+    fields_left = count_max
     todo = [(0, len(data), descriptor)]
-    while todo and count_max >= 0:
+    while todo and fields_left >= 0:
         at, end, descriptor = todo.pop()
         messages = _messages(descriptor)
         try:
-            while at < end and count_max >= 0:
-                count_max -= 1
+            while at < end and fields_left >= 0:
+                fields_left -= 1
                 tag = data[at]
                 if tag < 128:  # without a call: most varints have one byte
                     at += 1
@@ -72,7 +73,7 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
                     break
         except IndexError:
             pass
-    return count_max < 0
+    return fields_left < 0
 
 
 @cache

@@ -69,8 +69,8 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 
 
 def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
-    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: whose log, until the
-    task settles.
+    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: the rank of a
+    gang whose log is returned, until the task settles.
     """
     message = task_message(task, driver.now())
     if whole and task.final_outcome is None:

@@ -26,7 +26,7 @@ class UsageLog:
         self._usage = usage
         self._write_buffer = write_buffer
         self._now = now
-        self._interval_s = 0  # when the current interval began
+        self._interval_begin_s = 0  # when the current interval began
         self._keys: set[UsageKey] = set()  # of the current interval
         self._timer: asyncio.TimerHandle | None = None
 
@@ -50,15 +50,15 @@ class UsageLog:
         await asyncio.wait([future], timeout=FLUSH_WAIT_S)
 
     def _flush(self, done: Done | None) -> None:
-        """Passes sums to the journal. `done` is called when these and all earlier sums are written; not while the disk
-        is full.
+        """Passes sums to the journal. `done` is called when these and all earlier sums are written. While the disk is
+        full, does nothing, and `done` is never called.
         """
         if not self._write_buffer.writable:
             return
         now_s = int(self._now())
         begin_s = now_s - now_s % USAGE_INTERVAL_S
-        if begin_s != self._interval_s:
-            self._interval_s, self._keys = begin_s, set()
+        if begin_s != self._interval_begin_s:
+            self._interval_begin_s, self._keys = begin_s, set()
         sums: dict[UsageKey, Used] = {}
         for spec, used in self._usage.pop_sums().items():
             key = UsageKey(spec.queue, spec.submitter, spec.kind, spec.model)

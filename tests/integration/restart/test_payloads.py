@@ -197,7 +197,7 @@ def test_references_that_lead_nowhere_are_rejected(fleet: Fleet, place: Any, tmp
         ("", 0, MIB, "names no segment"),
         (f"{place.pin.name}\n", 0, MIB, "names no segment"),
         (f"{token}-1", 0, MIB, "can't be opened"),  # a link
-        (f"{token}-2", 0, MIB, "one name"),  # somebody else's file by another name
+        (f"{token}-2", 0, MIB, "single hard link"),  # somebody else's file by another name
         (f"{token}-3", 0, MIB, "plain file"),
         (f"{token}-4", 0, MIB, "plain file"),
         (f"{token}-9", 0, MIB, "can't be opened"),  # none
@@ -205,7 +205,7 @@ def test_references_that_lead_nowhere_are_rejected(fleet: Fleet, place: Any, tmp
         (place.pin.name, size, MIB, "bytes, and the reference needs"),
         (place.pin.name, 2**63, MIB, "out of range"),
         (place.pin.name, 0, 2**63, "out of range"),
-        (place.pin.name, 0, LARGE_BYTES - 1, "as it is"),
+        (place.pin.name, 0, LARGE_BYTES - 1, "inline"),
     ]
     if os.geteuid() == 0:
         os.chown(foreign, 65534, 65534)

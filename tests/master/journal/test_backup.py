@@ -122,7 +122,7 @@ def test_a_journal_without_its_segments_is_salvaged_and_lost_payloads_are_report
     assert [line.partition(":")[0] for line in gone] == [
         "task 1 (request_id 'request-1')",
         "dead letter 5 (request_id 'request-5')",
-        "the result of task 3 (request_id 'request-3')",
+        "the outcome of task 3 (request_id 'request-3')",
     ]
     assert tasks_of(data_dir) == [2]
     assert list(salvage(data_dir)) == gone[2:], "a lost result stays one"
@@ -154,11 +154,11 @@ def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "lost"),
     [
-        ("UPDATE outcome SET settle_time_s = 1e11 WHERE task_id = 4", "the result of task 4"),
-        ("UPDATE outcome SET settle_time_s = -1.0 WHERE task_id = 4", "the result of task 4"),
-        ("UPDATE outcome SET settle_time_s = 'yesterday' WHERE task_id = 3", "the result of task 3"),
-        ("UPDATE outcome SET state = 77 WHERE task_id = 3", "the result of task 3"),
-        ("UPDATE outcome SET submit_time_s = 'yesterday' WHERE task_id = 4", "the result of task 4"),
+        ("UPDATE outcome SET settle_time_s = 1e11 WHERE task_id = 4", "the outcome of task 4"),
+        ("UPDATE outcome SET settle_time_s = -1.0 WHERE task_id = 4", "the outcome of task 4"),
+        ("UPDATE outcome SET settle_time_s = 'yesterday' WHERE task_id = 3", "the outcome of task 3"),
+        ("UPDATE outcome SET state = 77 WHERE task_id = 3", "the outcome of task 3"),
+        ("UPDATE outcome SET submit_time_s = 'yesterday' WHERE task_id = 4", "the outcome of task 4"),
         ("UPDATE task SET submit_time_s = 9e10 WHERE task_id = 2", "task 2"),
     ],
 )
@@ -172,8 +172,8 @@ def test_rows_that_make_no_sense_are_salvaged_away_and_named(damage: str, lost: 
     assert f"gone: {lost} (request_id 'request-{lost[-1]}')" in done.output
     with opened(tmp_path / "data") as (journal, _):
         kept = [f"task {task.task_id}" for task in journal.recover_tasks()]
-        kept += [f"the result of task {each.task_id}" for each in journal.read_outcomes(0, 9, 1 << 20)]
-    assert {*kept, lost} == {"task 1", "task 2", "the result of task 3", "the result of task 4"}
+        kept += [f"the outcome of task {each.task_id}" for each in journal.read_outcomes(0, 9, 1 << 20)]
+    assert {*kept, lost} == {"task 1", "task 2", "the outcome of task 3", "the outcome of task 4"}
     assert len(kept) == 3
     assert list(salvage(tmp_path / "data")) == []
 

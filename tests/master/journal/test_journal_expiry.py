@@ -159,12 +159,12 @@ def test_segments_without_references_are_deleted(tmp_path: Path) -> None:
 def test_a_start_with_a_clock_that_is_ahead_deletes_no_result(tmp_path: Path) -> None:
     """Nor does a later start, when the clock is right again."""
     with opened(tmp_path / "data", clock_s=3000.0) as it:
-        assert it.recovered.downtime_s == 0.0
+        assert it.recovered.clock_difference_s == 0.0
         it.write(Entry(settles=[settle(1), settle(2)]))
         until(lambda: saved_time(tmp_path) == 3000.0)
     for clock_s, ahead_s in ((900_000.0, 897_000.0), (3500.0, 3500.0 - 900_000.0), (3600.0, 100.0)):
         with opened(tmp_path / "data", clock_s=clock_s, dedupe_window_s=100.0) as it:
-            assert it.recovered.downtime_s == ahead_s
+            assert it.recovered.clock_difference_s == ahead_s
             it.write(Entry(settles=[settle(int(clock_s), expire_time_s=clock_s + 50.0, settle_time_s=clock_s)]))
             until(lambda clock_s=clock_s: saved_time(tmp_path) == clock_s)  # type: ignore[misc]  # the sweeper has run
             assert [o.body for o in it.journal.read_outcomes(0, 2, 10**9)] == [b"out", b"out"]

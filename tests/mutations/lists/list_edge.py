@@ -162,8 +162,8 @@ health = partial(Mutation, module="multigpu_master.rpc.health_service")
 TRANSPORT = (
     health(
         "a peer that reads nothing holds 40 KiB for each call",
-        "if self._calls[peer] >= CALLS_MAX or ",
-        "if ",
+        "(of_one_connection and self._calls[peer] >= CALLS_MAX) or ",
+        "",
         HTTP2 + "open_health_calls_are_limited",
     ),
     health(

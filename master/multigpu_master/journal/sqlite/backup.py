@@ -3,7 +3,7 @@
 A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
 segments to which its rows refer. During the copy the master may delete segments, because tasks end. So all segments are
 opened first, and can be read after their names are gone. Shared locks keep the master from punching holes into the
-journal's own, and from reusing those with shared payloads.
+journal's own segments, and from reusing segments with shared payloads.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
     gone: set[str] = set()
     for _ in range(_TRIES):
         source.execute("BEGIN")
-        wanted = {_segment_of(name) for (name,) in source.execute(_SEGMENTS)} - {""}
+        wanted = {_segment_path(name) for (name,) in source.execute(_SEGMENTS)} - {""}
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit < len(wanted) + _DESCRIPTORS:
             raise JournalError(
@@ -206,7 +206,8 @@ def _delete_lost(path: Path) -> list[str]:
 
 def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]]) -> None:
     """Deletes the rows, and notes that the journal is closed. Raises JournalDamagedError within the transaction if
-    pages are damaged. They are checked last, because a column without a value counts as damage and its row is deleted.
+    pages are damaged. They are checked last: the check also reports columns without a value, whose rows are deleted
+    first.
     """
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
@@ -244,7 +245,7 @@ def _log_damage(path: Path, log: Path) -> str:
         return journal_log.describe_damage(log, index, schema.PAGE_BYTES)
 
 
-def _segment_of(name: str) -> str:
+def _segment_path(name: str) -> str:
     """Returns a segment's path relative to the data directory; "" if a damaged row has an invalid name."""
     if _OWN_NAME.fullmatch(name):
         return f"{journal_segments.DIRECTORY_NAME}/{name}"

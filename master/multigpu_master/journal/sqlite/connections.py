@@ -9,7 +9,7 @@ from pathlib import Path
 
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S, PAGE_BYTES, clear_open_flag
 
-# The commit by which the log reaches this many pages copies the log into the database.
+# A commit that leaves at least this many pages in the log copies the log into the database.
 WAL_PAGES = (8 << 20) // PAGE_BYTES
 # Largest size of the log's file after the log was copied: the file is kept, and overwritten.
 WAL_KEEP_BYTES = 64 << 20

@@ -199,22 +199,24 @@ class SqliteJournal(JournalReads):
             self._fail(error)
 
     def _receive(self) -> None:
-        """Moves entries from the queue to `_pending`. If none can be written, waits for entries or the next sweep."""
+        """Moves entries from the queue to `_pending`. If none can be written, waits for entries, the next sweep or the
+        next retry.
+        """
         timeout_s = 0.0
         if not self._pending or self._stuck:
             at_s = self._sweep_at_s if self._full is None else min(self._sweep_at_s, self._retry_at_s)
             timeout_s = max(at_s - time.monotonic(), 0.0)
         try:
-            received = [*self._queue.get(timeout=timeout_s), *self._rest()]
+            received = [*self._queue.get(timeout=timeout_s), *self._drain_queue()]
         except queue.Empty:
             return
         if any(entry is _CLOSE for entry in received):
             self._closing = True  # entries that are in the queue behind _CLOSE are written as well
             received = [entry for entry in received if entry is not _CLOSE]
-        self._pending.extend(received if self._full is None else self._without_submits(received))
+        self._pending.extend(received if self._full is None else self._reject_submits(received))
 
-    def _rest(self) -> list[Entry]:
-        """The entries that are in the queue now."""
+    def _drain_queue(self) -> list[Entry]:
+        """Removes and returns the entries that are in the queue now."""
         return [entry for _ in range(self._queue.qsize()) for entry in self._queue.get_nowait()]
 
     def _write(self) -> bool:
@@ -252,7 +254,7 @@ class SqliteJournal(JournalReads):
         self._full = problem
         self._retry_at_s = time.monotonic() + RETRY_S
         self._on_commit([], 0, problem)  # no entries: see CommitCallback
-        self._pending = deque(self._without_submits(self._pending))
+        self._pending = deque(self._reject_submits(self._pending))
 
     def _write_now(self, batch: Sequence[Entry], bytes_total: int) -> None:
         """Commits the entries as one transaction, and reports the commit."""
@@ -270,15 +272,15 @@ class SqliteJournal(JournalReads):
         with self._room.reserve_released():
             for _ in range(len(self._pending)):
                 entry = self._pending[0]
-                order = (
+                sequence = (
                     "outcomes" if not is_small_or_frees(entry) else "settings" if entry.settings or entry.epoch else ""
                 )
-                if order not in waits and self._call_or_roll_back(partial(self._write_one, entry)):
+                if sequence not in waits and self._call_or_roll_back(partial(self._write_one, entry)):
                     written = True
                     self._pending.popleft()
                     self._segments.punch_next(self._writer)
                 else:
-                    waits |= {order} - {""}
+                    waits |= {sequence} - {""}
                     self._pending.rotate(-1)
         self._stuck = bool(self._pending)
         self._retry_at_s = time.monotonic() + RETRY_S
@@ -331,7 +333,7 @@ class SqliteJournal(JournalReads):
         self._last_cursor += outcomes
         self._sweeper.note_commit(self._last_cursor, [i for entry in batch for i in entry.deleted_dead_letters])
 
-    def _without_submits(self, entries: Sequence[Entry] | deque[Entry]) -> list[Entry]:
+    def _reject_submits(self, entries: Sequence[Entry] | deque[Entry]) -> list[Entry]:
         """Rejects the entries with submits. Returns the other entries, without the settles of rejected tasks."""
         assert self._full is not None
         rejected, others = list[Entry](), list[Entry]()
@@ -374,5 +376,5 @@ class SqliteJournal(JournalReads):
         """Stops the journal: writes nothing more, and leaves the log for the next master to read."""
         self._fatal = failures.explain(error, self._path)
         connections.close_keeping_log(self._path, self._writer)
-        entries = [*self._pending, *self._rest()]
+        entries = [*self._pending, *self._drain_queue()]
         self._on_commit([entry for entry in entries if entry is not _CLOSE], 0, self._fatal)

@@ -39,12 +39,12 @@ _SETTLED_COLUMNS = (
 _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _TIMED_OUTCOME_COLUMNS = f"{_OUTCOME_COLUMNS}, o.settle_time_s"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
-_LOST_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
+_LOST_PAGE_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
 _TASKS_ROWS = 4096
 LIST_BYTES = 16 << 20  # a list of outcomes ends once their bodies, without large results, have this size
-# A task that was requeued as a dead letter has an outcome for each time that it settled. The newest counts.
+# A dead letter that was requeued has one outcome for each time that its task settled. The newest counts.
 _NEWEST = "NOT EXISTS (SELECT 1 FROM outcome newer WHERE newer.task_id = o.task_id AND newer.cursor > o.cursor)"
-# Requeued and deleted dead letters are neither listed nor counted; get_outcome still finds them.
+# Dead letters that were requeued or deleted are neither listed nor counted; get_outcome still finds them.
 _NO_FORMER_LETTER = (
     f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
     f"OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id) AND {_NEWEST})"
@@ -125,8 +125,8 @@ class JournalReads:
     def _settled(self, row: Sequence[Any]) -> SettledTask:
         """The task of a row that begins with _SETTLED_COLUMNS."""
         task = SettledTask(*row[: len(_SETTLED_TYPES)])
-        whole = _are(row, _SETTLED_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
-        if not (whole and task.state in _STATES and task.cursor > 0 and task.task_id > 0):
+        valid = _are(row, _SETTLED_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        if not (valid and task.state in _STATES and task.cursor > 0 and task.task_id > 0):
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         return task
 
@@ -160,8 +160,8 @@ class JournalReads:
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
         """`specs`: specs read before, by column value. `refer`: return a reference to a payload in a shared file."""
         task = SubmitRecord(*row)
-        whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
-        if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
+        valid = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        if not (valid and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
             raise self._damaged(f"task {row[0]!r} makes no sense")
         if task.spec not in specs:
             specs[task.spec] = self._read_spec(task.spec)
@@ -177,12 +177,12 @@ class JournalReads:
             task.payload = payload
         return task
 
-    def _read_spec(self, held: bytes | str) -> bytes:
-        if isinstance(held, bytes):
-            return held
-        rows = self._rows(journal_specs.SELECT, (held,))
+    def _read_spec(self, column_value: bytes | str) -> bytes:
+        if isinstance(column_value, bytes):
+            return column_value
+        rows = self._rows(journal_specs.SELECT, (column_value,))
         if not rows or not isinstance(rows[0][0], bytes):
-            raise self._damaged(f"the spec {held[:100]!r} of a task is missing")
+            raise self._damaged(f"the spec {column_value[:100]!r} of a task is missing")
         return rows[0][0]
 
     def _damaged(self, what: str) -> JournalDamagedError:
@@ -211,13 +211,13 @@ class JournalReads:
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
     def lost(self) -> Iterator[tuple[str, int, bool, str]]:
-        """Reads everything. Yields the table, the key and the description of each row that can't be read, and whether
-        only a result is lost: then the row says so, and stays.
+        """Reads everything. For each row that can't be read, yields its table, its key, whether it stays because only
+        an outcome's result is lost, and a description.
         """
-        for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
+        for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the outcome of task")):
             is_outcome = table == "outcome"
             key, columns = ("cursor", _TIMED_OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
-            sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_LOST_ROWS}"
+            sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_LOST_PAGE_ROWS}"
             last = 0
             while rows := self._rows(sql, (last,)):
                 last = rows[-1][0]
@@ -402,7 +402,7 @@ class JournalReads:
             try:
                 found[row[0]] = self._task(row, specs)
             except JournalError:
-                # Nothing is lost if the dead letter was deleted since the row was read, and then its spec or payload.
+                # No error if the dead letter was deleted, with its spec or payload, after its row was read.
                 if self.existing_dead_letters([row[0]]):
                     raise
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]

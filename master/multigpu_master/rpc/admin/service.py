@@ -83,9 +83,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             for worker_id in response.removed_worker_ids:
                 del sent[worker_id]
             for worker in sorted(workers.values(), key=lambda w: w.worker_id):
-                now = worker, worker.version
-                if sent.get(worker.worker_id) != now:
-                    sent[worker.worker_id] = now
+                current = worker, worker.version
+                if sent.get(worker.worker_id) != current:
+                    sent[worker.worker_id] = current
                     response.workers.append(worker_message(worker))
                     if len(response.workers) == WATCH_CHUNK:
                         await context.write(response)  # other calls run meanwhile
