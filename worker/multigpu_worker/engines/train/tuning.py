@@ -1,7 +1,7 @@
 """Prepares jobs that fine-tune: what their script, multigpu_worker.engines.finetune, needs on this host."""
 
 import importlib.util
-import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -86,9 +86,13 @@ def _texts_of(tuning: Finetune, train_dir: Path, folder: Path) -> Path:
         return path
     path = folder / TEXTS
     if tuning.texts:  # the same on all ranks, which may share the folder
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.write_text(tuning.texts, "utf-8")
-        fresh.replace(path)
+        # Not the pid: ranks in several containers may have the same one.
+        fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            fresh.write_text(tuning.texts, "utf-8")
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
     elif not path.exists():
         raise ScriptError("BadInput", f"the texts of the job are gone: there is no {path}", retryable=False)
     return path
