@@ -119,7 +119,8 @@ def tell(event: dict[str, Any]) -> None:
     """Of a script: tells its engine of an event, if it has one."""
     path = os.environ.get(REPORTS_VARIABLE)
     if path:
-        line = json.dumps(event | {"time": time.time()}, allow_nan=False) + "\n"
+        # A full disk may have cut the last line off: begin a new one. Readers ignore empty lines.
+        line = "\n" + json.dumps(event | {"time": time.time()}, allow_nan=False) + "\n"
         with open(path, "ab", buffering=0) as file:  # noqa: PTH123  it is fast
             file.write(line.encode())
 

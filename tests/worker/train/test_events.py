@@ -8,9 +8,10 @@ from unittest.mock import Mock
 import pytest
 from multigpu._encoding import JSON
 from multigpu._handling.attempts import Item
-from multigpu._kinds.training import Job
+from multigpu._kinds.training import Job, tell
 from multigpu_worker.engines.train import events as module
 from multigpu_worker.engines.train.events import Events
+from multigpu_worker.engines.train.tail import Tail
 
 JOB = Job(name="night", script="train.py", args=("--epochs", "3"))
 
@@ -61,6 +62,22 @@ def test_a_line_that_the_script_has_not_finished_is_left_out(tmp_path: Path) -> 
     events, recorder = attempt(tmp_path / "events")
     events.reported(metrics(1, 1.0)[:-9])
     assert [*recorder.sent[1:]] == []
+
+
+def test_a_report_after_a_line_that_a_full_disk_has_cut_off_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """It continued the cut line, and both were lost."""
+    path = tmp_path / "reports"
+    monkeypatch.setenv("MULTIGPU_JOB_REPORTS", str(path))
+    tell({"checkpoint": {"step": 1, "folder": "x"}})
+    with path.open("a") as file:
+        file.write(metrics(2, 2.0)[:-9])
+    tell({"checkpoint": {"step": 3, "folder": "y"}})
+    events, recorder = attempt(tmp_path / "events")
+    for line in Tail(path).lines():
+        events.reported(line)
+    assert [event["checkpoint"]["step"] for event in recorder.sent[1:]] == [1, 3]
 
 
 @pytest.mark.parametrize("received", [0, 2, 3, 9])

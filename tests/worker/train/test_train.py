@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "reports").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "reports").read_text().splitlines() if line]
 
 
 def state(seed: int) -> dict[str, Any]:

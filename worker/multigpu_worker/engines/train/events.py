@@ -58,7 +58,7 @@ class Events:
         """Rank 0's script has reported this, by multigpu.train."""
         try:
             event = json.loads(line)
-        except ValueError:  # the script was killed, or the disk was full, while it wrote the line
+        except ValueError:  # empty, or the script was killed, or the disk was full, while it wrote the line
             return
         self._note(event)
         if "metrics" not in event:
