@@ -55,8 +55,7 @@ def _replace(admin: AdminClient, worker: Worker, notes: Path) -> None:
         (notes / worker.worker_id).touch()
         admin.drain_worker(worker.worker_id, grace_s=DRAIN_TIMEOUT_S)
         _wait(admin, worker.worker_id, lambda found: not found.leases, DRAIN_TIMEOUT_S + 5, "hand back its tasks")
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        os.kill(worker.pid, signal.SIGTERM)
+    _terminate(worker)
     _wait(
         admin,
         worker.worker_id,
@@ -66,6 +65,18 @@ def _replace(admin: AdminClient, worker: Worker, notes: Path) -> None:
     )
     if active:
         _resume(admin, worker.worker_id, notes)
+
+
+def _terminate(worker: Worker) -> None:
+    """Sends SIGTERM to the worker. Nothing if it has ended: its successor already has the installed code."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(worker.pid)
+        try:
+            # Minutes have passed since the worker was listed, and its pid may be another process's.
+            if _runs(worker):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        finally:
+            os.close(pidfd)
 
 
 def _resume(admin: AdminClient, worker_id: str, notes: Path) -> None:
