@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import socketserver
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from multigpu.cli.security import authority
 from multigpu.config.config import ConfigError, TelemetryConfig
 from multigpu.daemon import metrics_server, telemetry
 from multigpu.daemon.metrics import (
@@ -245,6 +248,42 @@ def test_connections_for_which_there_is_no_thread_do_not_count_for_ever(monkeypa
                     assert connection.recv(1) == b""
         url = f"http://127.0.0.1:{server.port}/metrics"
         assert b"mgpu_settled_total" in urllib.request.urlopen(url, timeout=60).read()
+    finally:
+        server.close()
+
+
+def test_a_new_certificate_of_the_metrics_does_not_change_the_context_in_use(tmp_path: Path) -> None:
+    """Another thread may make a connection from it at the same time."""
+    authority.init(tmp_path)
+    for name in ("old", "new"):
+        authority.issue(tmp_path, "master", name, ["localhost"])
+    authority.issue(tmp_path, "client", "client", [])
+    old, new = ((str(tmp_path / f"{name}.crt"), str(tmp_path / f"{name}.key"), str(tmp_path / "ca.crt"))
+                for name in ("old", "new"))  # fmt: skip
+    shown = ssl.create_default_context(cafile=old[2])
+    shown.load_cert_chain(tmp_path / "client.crt", tmp_path / "client.key")
+
+    def connection() -> ssl.SSLSocket:
+        plain = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        return shown.wrap_socket(plain, server_hostname="localhost")
+
+    def serial(tls: ssl.SSLSocket) -> int:
+        return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").serial_number
+
+    server = serve_prometheus("127.0.0.1:0", lambda: METRICS, old)
+    try:
+        context = server._server.context
+        with connection() as before:
+            with pytest.raises(ssl.SSLError):
+                server.reload_certificate(new[0], old[1], new[2])
+            assert server._server.context is context, "the pair is invalid"
+            server.reload_certificate(*new)
+            assert server._server.context is not context
+            with connection() as after:
+                assert serial(before) == authority.read(Path(old[0])).serial_number
+                assert serial(after) == authority.read(Path(new[0])).serial_number
+            before.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert before.makefile("rb").read().startswith(b"HTTP/1.0 200 ")
     finally:
         server.close()
 

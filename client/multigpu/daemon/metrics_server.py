@@ -26,28 +26,18 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, app: Any, tls: tuple[str, str, str] | None) -> None:
-        self._context = None
-        if tls is not None:
-            certificate, key, ca = tls
-            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._context.load_cert_chain(certificate, key)
-            self._context.load_verify_locations(ca)
-            self._context.verify_mode = ssl.CERT_REQUIRED
+        context = None if tls is None else _make_context(*tls)
         self._server = make_server(host, port, app, _Server6 if ":" in host else _Server, _Handler)
-        if self._context is not None:
-            self._server.socket = self._context.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
+        self._server.context = context
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="multigpu metrics", daemon=True)
         self._thread.start()
 
-    def reload_certificate(self, certificate: str, key: str) -> None:
-        """Uses this certificate for new connections. OSError, SSLError: it is invalid, and the present one stays."""
-        assert self._context is not None, "only a server with TLS has a certificate"
-        # A context that has failed to load a pair has lost its key, so the pair is tried with another one first.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-        self._context.load_cert_chain(certificate, key)
+    def reload_certificate(self, certificate: str, key: str, ca: str) -> None:
+        """Uses these files for new connections. OSError, SSLError: they are invalid, and the present ones stay."""
+        assert self._server.context is not None, "only a server with TLS has a certificate"
+        # Another context: the accepting thread may be making a connection from the present one.
+        self._server.context = _make_context(certificate, key, ca)
 
     def close(self) -> None:
         """Stops, and frees the port."""
@@ -58,10 +48,19 @@ class MetricsServer:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    # Of new connections; None: they are in the clear.
+    context: ssl.SSLContext | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accepts a connection. Its own thread makes the TLS handshake, when it reads."""
+        connection, address = super().get_request()
+        if self.context is not None:
+            connection = self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Closes connections beyond CONNECTIONS_MAX."""
@@ -87,6 +86,14 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Server6(_Server):
     address_family = socket.AF_INET6
+
+
+def _make_context(certificate: str, key: str, ca: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 class _Handler(WSGIRequestHandler):

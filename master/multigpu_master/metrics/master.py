@@ -105,7 +105,7 @@ class MasterMetrics:
             return
         assert self._prometheus is not None, "_tls needs an endpoint"
         try:
-            self._prometheus.reload_certificate(self._tls[0], self._tls[1])
+            self._prometheus.reload_certificate(*self._tls)
         except OSError as error:
             write_log("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
         else:
