@@ -40,8 +40,8 @@ class BlockingCore:
         """Takes the arguments of Core."""
         self._core = Core(*arguments, **options)
         self._thread = LoopThread("multigpu client")
-        # Runs at exit if the client is never closed.
-        self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)
+        # Runs if the client is never closed: when it is collected, or at exit.
+        self._finalizer = weakref.finalize(self, _begin_end, self._core, self._thread)
 
     @property
     def master(self) -> str:
@@ -72,7 +72,9 @@ class BlockingCore:
         self.close()
 
     def close(self) -> None:
-        self._finalizer()
+        # Not by calling it: the finalizer does not wait.
+        if self._finalizer.detach() is not None and not self._thread.inherited:
+            self._thread.finish(self._core.close())
 
     def submission(self, timeout_s: float | None, make_handle: MakeHandle) -> BlockingSubmission:
         return BlockingSubmission(self._core.submission(timeout_s, make_handle), self._thread, self._wait)
@@ -275,7 +277,11 @@ class SyncIterator(Iterator[T]):
         await self._generator.aclose()
 
 
-def _finish(core: Core, thread: LoopThread) -> None:
-    """Ends the client and its thread, unless they belong to the parent of a fork."""
+def _begin_end(core: Core, thread: LoopThread) -> None:
+    """Begins the end of a client and its thread, unless they belong to the parent of a fork.
+
+    Does not wait for the thread: the garbage collector may call this on any thread, which may hold a lock for which the
+    loop's thread waits.
+    """
     if not thread.inherited:
-        thread.finish(core.close())
+        thread.begin_end(core.close())

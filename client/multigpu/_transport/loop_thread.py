@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from multigpu._transport import forks
 from multigpu.errors import ClientClosedError
 
 T = TypeVar("T")
+# Threads that were told to end and have not ended yet.
+_ending: "set[LoopThread]" = set()
 
 
 class LoopThread:
@@ -31,6 +34,7 @@ class LoopThread:
         self._ended = True
         self.loop.run_until_complete(_cancel_tasks())
         self.loop.close()
+        _ending.discard(self)
 
     @property
     def inherited(self) -> bool:
@@ -66,13 +70,30 @@ class LoopThread:
         raise _closed()
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
-        """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""
-        # Not by `submit`: when that returns, the loop may have ended already.
-        ended = asyncio.run_coroutine_threadsafe(_stop_after(last), self.loop)
+        """As `begin_end`, and waits for the end of the thread."""
+        ended = self.begin_end(last)
         if threading.current_thread() is self._thread:
-            return  # called by the garbage collector on the loop's thread, which can't wait for itself
+            return  # it can't wait for itself
         ended.result()
         self._thread.join()
+
+    def begin_end(self, last: Coroutine[Any, Any, None]) -> "concurrent.futures.Future[None]":
+        """Has the loop run a last coroutine, cancel what still runs, and end with its thread. Does not wait for that;
+        the interpreter's exit does.
+        """
+        _ending.add(self)
+        # Not by `submit`: when that returns, the loop may have ended already.
+        return asyncio.run_coroutine_threadsafe(_stop_after(last), self.loop)
+
+
+def _join_ending() -> None:
+    for each in list(_ending):
+        if not each.inherited:
+            each._thread.join()  # noqa: SLF001  its own module
+
+
+# Finalizers run at exit in reverse order of their creation: this one after those of clients, which begin the end.
+weakref.finalize(LoopThread, _join_ending)
 
 
 def _closed() -> ClientClosedError:

@@ -262,6 +262,46 @@ def test_a_program_that_never_closes_its_client_ends_without_errors() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
 
 
+@pytest.mark.parametrize("dropped", [True, False])
+def test_at_the_end_of_a_program_tasks_of_maps_that_were_left_are_cancelled(dropped: bool) -> None:
+    """Also if the client was collected just before: its end does not wait for its thread, the interpreter's does."""
+    program = f"""
+        import sys, time, multigpu
+        client = multigpu.Client(sys.argv[1])
+        results = client.map("echo", range(3), ordered=False)
+        next(results)
+        client._core._thread.loop.call_soon_threadsafe(time.sleep, 0.3)
+        {"del client, results" if dropped else ""}
+    """
+
+    first = threading.Event()
+
+    def answer(spec: Spec, task: Task) -> Reply:
+        if not first.is_set():
+            first.set()
+            return echo(spec, task)
+        return None  # runs for ever
+
+    with ThreadedMaster(answer) as master:
+        done = run_program(textwrap.dedent(program), master.address)
+        assert (done.returncode, done.stderr) == (0, "")
+        asked = {task.request_id for task in master.inputs} - set(master.answered)
+        assert len(asked) == 2
+        until(lambda: set(master.cancelled) == asked, 10)
+
+
+def test_a_collected_client_does_not_wait_for_its_thread() -> None:
+    """The garbage collector may run on a thread that holds a lock for which the client's thread waits: a deadlock."""
+    client = multigpu.Client("127.0.0.1:1")
+    thread = client._core._thread
+    lock_released, acquired = threading.Event(), list[bool]()
+    thread.loop.call_soon_threadsafe(lambda: acquired.append(lock_released.wait(20)))
+    del client
+    lock_released.set()
+    until(lambda: not thread._thread.is_alive())
+    assert acquired == [True]
+
+
 def test_a_client_collected_on_its_own_loop_thread_ends() -> None:
     with ThreadedMaster() as master:
         client = multigpu.Client(master.address)
