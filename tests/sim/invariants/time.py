@@ -148,7 +148,7 @@ class Time:
                 # A worker that took it has some time to say that it began it.
                 grace_s = core.ledger.limits.session_timeout_s if task in self._taken else 0.0
                 until_s = max(task.submit_s + spec.queue_timeout_s + grace_s, self._hold_at_most_until_s)
-                until_s = self._applied_by_s(task, until_s)
+                until_s = max(until_s, self._applied_by_s(task, _queue_until_s(task)))
                 check(until_s > now, "task %s outlives its queue timeout", task.task_id)
                 self._timer("the queue timeout of task", task.task_id, until_s)
             if lease is None:
