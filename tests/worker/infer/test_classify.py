@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests.worker.embed.test_embed import Recorder, run
 
@@ -204,6 +205,22 @@ def test_folder_without_a_classifier_is_rejected(text_folder: Path, tmp_path: Pa
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelFolderError, match=r"classifier\.weight"):
         engine_of(tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, struct.error, NotImplementedError])
+def test_a_picture_whose_format_raises_any_error_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Damaged AVIF, EXIF and DDS data do. Other errors would fail the pictures of a whole batch."""
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "PNG")
+
+    def damaged(_: Any) -> Any:
+        raise error("damaged")
+
+    monkeypatch.setattr(ImageOps, "exif_transpose", damaged)
+    with pytest.raises(BadInputError, match=r"can't be read \(damaged\)"):
+        picture(parse(picture_payload(out.getvalue()), ""))
 
 
 def test_huge_picture_in_a_small_file_is_not_decoded() -> None:
