@@ -64,6 +64,22 @@ def test_graph_that_differs_from_torch_is_rejected(tmp_path: Path, monkeypatch: 
         onnx_export.export(model=str(model_folder), folder=str(folder), precision="fp32")
 
 
+@pytest.mark.slow
+def test_graph_with_a_vector_that_is_not_a_number_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the vectors of the first batch are right."""
+    model_folder, folder = tiny_models.bert(tmp_path / "plain"), tmp_path / "export"
+    folder.mkdir()
+    compute, calls = onnx_export._compute, list[int]()
+
+    def second_is_nan(*arguments: Any) -> Any:
+        calls.append(1)
+        return compute(*arguments) * (float("nan") if len(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(onnx_export, "_compute", second_is_nan)
+    with pytest.raises(ModelFolderError, match="differs from torch by nan"):
+        onnx_export.export(model=str(model_folder), folder=str(folder), precision="fp32")
+
+
 def test_python_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="engine torch"):
         onnx_export.export(model=str(tiny_models.byt5_slow_tokenizer(tmp_path)), folder=str(tmp_path), precision="fp32")
