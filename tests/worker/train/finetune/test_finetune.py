@@ -2,9 +2,13 @@
 tests/integration/train.
 """
 
+import contextlib
+import functools
 import json
+import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ import pytest
 pytest.importorskip("transformers", reason="the extra `finetune` is not installed")
 pytest.importorskip("accelerate", reason="the extra `finetune` is not installed")
 
+import torch
+import transformers
 from multigpu._kinds.finetuning import Finetune, TextsError
 from multigpu_worker.engines.finetune.advice import advice
 from multigpu_worker.engines.finetune.checkpoints import commit, last_committed
@@ -19,7 +25,9 @@ from multigpu_worker.engines.finetune.examples import IGNORED, collate, examples
 from multigpu_worker.engines.finetune.memory import GIB, Need, choose
 from multigpu_worker.engines.finetune.plan import Plan, plan_of
 from multigpu_worker.engines.finetune.publish import origin_of, publish, published
-from multigpu_worker.engines.finetune.settings import Settings
+from multigpu_worker.engines.finetune.settings import DivergedError, Settings
+from multigpu_worker.engines.finetune.trainer import Trainer
+from multigpu_worker.engines.finetune.training import _finish_files
 from multigpu_worker.repository.model import ModelSpec
 
 
@@ -162,8 +170,51 @@ def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        publish(files, model, {})
+        publish(files, model, {"task": 1})
     assert [*model.iterdir()] == []
+
+
+def test_what_a_killed_publish_left_is_removed(tmp_path: Path) -> None:
+    files, parent = tmp_path / "files", tmp_path / "model"
+    files.mkdir()
+    for name in (".finetune-7-killed", ".finetune-8-of-another-task"):
+        (parent / name).mkdir(parents=True)
+    assert publish(files, parent, {"task": 7}) == 1
+    assert sorted(path.name for path in parent.iterdir()) == [".finetune-8-of-another-task", "1"]
+
+
+def test_the_loss_of_an_evaluation_stays_no_number() -> None:
+    """It counted as 0.0, so weights that are no numbers were the best."""
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer._prepare_inputs = lambda inputs: inputs
+    trainer.compute_loss_context_manager = contextlib.nullcontext
+    trainer.eval_dataset = [{"input_ids": [1, 2, 3]}]
+    labels = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    for loss, shown, expected in (
+        (1.5, labels, 1.5),
+        (math.nan, labels, math.nan),
+        (math.nan, labels * 0 + IGNORED, 0.0),
+    ):
+        model = functools.partial(_Output, torch.tensor(loss))
+        found, *_ = trainer.prediction_step(model, {"labels": shown})
+        assert float(found) == pytest.approx(expected, nan_ok=True)
+
+
+def test_weights_that_are_no_numbers_are_not_published(tmp_path: Path) -> None:
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    )
+    with torch.no_grad():
+        model.transformer.wte.weight[3, 3] = math.inf
+    model.save_pretrained(tmp_path)
+    settings: Any = SimpleNamespace(tuning=Finetune(model="m"), spec=SimpleNamespace(source="packaged"))
+    with pytest.raises(DivergedError, match="lower learning_rate"):
+        _finish_files(settings, tmp_path, None)
+
+
+class _Output:
+    def __init__(self, loss: Any, **_: Any) -> None:
+        self.loss = loss
 
 
 def test_settings_survive_their_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from multigpu._kinds.finetuning import TextsError
 
 from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.finetune.plan import Plan
-from multigpu_worker.engines.finetune.settings import BAD_INPUT, MICRO_BATCH, OUT_OF_MEMORY, Settings
+from multigpu_worker.engines.finetune.settings import BAD_INPUT, MICRO_BATCH, OUT_OF_MEMORY, DivergedError, Settings
 from multigpu_worker.engines.finetune.training import finetune
 from multigpu_worker.repository.model import ModelFolderError
 
@@ -21,7 +21,7 @@ def main(path: Path) -> None:
     try:
         with memory_errors():
             finetune(settings, plans.append)
-    except (TextsError, ModelFolderError) as error:
+    except (TextsError, ModelFolderError, DivergedError) as error:
         _end(str(error), BAD_INPUT)
     except MemoryError as error:
         why = str(error).partition("\n")[0]

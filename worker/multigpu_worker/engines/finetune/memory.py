@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ def device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def limit_memory(device: torch.device, fraction: float) -> None:
-    """Lets this process take no more than its share: what needs more runs out of memory."""
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(fraction, device)
+def limit_memory(devices: Sequence[torch.device], fraction: float) -> None:
+    """Lets this process take no more than its share of each device: what needs more runs out of memory."""
+    if devices[0].type == "cuda":
+        for device in devices:
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
     else:
-        limit = int(device_bytes(device) * fraction)
+        limit = int(device_bytes(devices[0]) * fraction)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
@@ -58,7 +60,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def measure(model: Any, batch: dict[str, torch.Tensor], device: torch.device, ranks: int, fraction: float) -> Need:
-    """One pass forward and back. `ranks`: that share this device."""
+    """One pass forward and back. `ranks`: how many ranks share this device."""
     usable = int(device_bytes(device) * fraction / ranks)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     try:

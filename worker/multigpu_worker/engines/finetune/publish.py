@@ -1,4 +1,6 @@
-"""A fine-tuned model becomes a version in the model repository, whole or not at all."""
+"""A fine-tuned model becomes a version in the model repository, whole or not at all. If the process is killed before, a
+hidden folder stays until the task publishes again.
+"""
 
 import json
 import shutil
@@ -34,7 +36,10 @@ def origin_of(parent: Path, version: int) -> dict[str, Any]:
 def publish(files: Path, parent: Path, origin: dict[str, Any]) -> int:
     """Copies a folder of transformers into a model's folder, as its next version, and returns that. OSError."""
     parent.mkdir(parents=True, exist_ok=True)
-    hidden = Path(tempfile.mkdtemp(prefix=".finetune-", dir=parent))
+    prefix = f".finetune-{origin['task']}-"
+    for left in parent.glob(f"{prefix}*"):  # by an attempt that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    hidden = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         hidden.chmod(0o755)
         shutil.copytree(files, hidden, dirs_exist_ok=True)

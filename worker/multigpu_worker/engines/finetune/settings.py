@@ -10,11 +10,21 @@ from multigpu._kinds.finetuning import Finetune
 
 from multigpu_worker.repository.model import ModelSpec
 
-# The script's exit codes: when it ran out of memory, and should run again, as with smaller passes it may not; and when
-# the texts or the settings are wrong.
+# The script's exit codes: it ran out of memory, and should run again with smaller passes; the texts or the settings are
+# wrong.
 OUT_OF_MEMORY, BAD_INPUT = 75, 65
 # In the job's folder.
 TEXTS, MICRO_BATCH, CHECKPOINTS, FINAL = "texts.jsonl", "micro-batch", "checkpoints", "final"
+
+
+class DivergedError(ValueError):
+    """The trained weights are of no use. The message says what to change."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the training diverged: the loss or the weights are not finite, and nothing was published. Choose a lower "
+            "learning_rate, or precision fp32"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,9 @@ class Trainer(transformers.Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = model(**inputs).loss
         tokens = (labels[:, 1:] != IGNORED).sum()
-        return loss.float().nan_to_num() * tokens / (len(labels) * self._mean_tokens), None, None
+        # Of examples that only fill a batch, the mean loss is not a number. One of real examples has to stay so.
+        loss = torch.where(tokens > 0, loss.float(), 0.0)
+        return loss * tokens / (len(labels) * self._mean_tokens), None, None
 
     @functools.cached_property
     def _mean_tokens(self) -> float:

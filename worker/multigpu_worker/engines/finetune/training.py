@@ -1,5 +1,6 @@
 """A rank of a job that fine-tunes, from the texts to the published version."""
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from multigpu._kinds.finetuning import Finetune, TextsError, read_texts
 from multigpu._kinds.training import tell
 
 from multigpu_worker.engines.common.pretrained import transformers
+from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.finetune.advice import advice
 from multigpu_worker.engines.finetune.checkpoints import last_committed, step_of
 from multigpu_worker.engines.finetune.examples import Example, collate, examples_of, split
@@ -28,13 +30,14 @@ from multigpu_worker.engines.finetune.memory import (
 )
 from multigpu_worker.engines.finetune.plan import Plan, plan_of
 from multigpu_worker.engines.finetune.publish import origin_of, publish, published
-from multigpu_worker.engines.finetune.settings import CHECKPOINTS, FINAL, MICRO_BATCH, Settings
+from multigpu_worker.engines.finetune.settings import CHECKPOINTS, FINAL, MICRO_BATCH, DivergedError, Settings
 from multigpu_worker.engines.finetune.trainer import Reports, Trainer
 from multigpu_worker.engines.generate.weights import read_weights
 
-# What torchrun's variables make a distributed job of, which DataParallel is not.
+# The variables by which torchrun makes a job distributed. DataParallel must not see them.
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Checkpoints that are kept: the best, the last, and the one before, as the last counts only after it is removed.
+# Checkpoints that are kept: the best, the last, and the one before, because Trainer removes the oldest before the last
+# is committed.
 KEPT = 3
 LEARNING_RATES = {"full": 5e-5, "lora": 2e-4}
 
@@ -51,7 +54,8 @@ def finetune(settings: Settings, use_plan: Callable[[Plan], None]) -> None:
     parent = settings.repository / settings.output
     (version,) = broadcast_object_list([published(parent, settings.task) if state.is_main_process else None])
     if version is None:
-        limit_memory(state.device, tuning.memory_fraction)
+        devices = [torch.device("cuda", n) for n in range(ranks)] if alone and not on_cpu else [state.device]
+        limit_memory(devices, tuning.memory_fraction)
         _train(settings, state, ranks, use_plan)
     elif state.is_main_process:  # by an earlier attempt
         _tell(settings, version, origin_of(parent, version)["found"])
@@ -103,7 +107,11 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     begin_peak(state.device)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(settings.folder / FINAL))  # a collective
+    state.wait_for_everyone()
+    state.destroy_process_group()  # other ranks would wait for the files of a large model longer than NCCL lets them
     if state.is_main_process:
+        if evaluated and not any(step for step, _ in reports.evaluations):
+            raise DivergedError
         found: dict[str, Any] = {
             "base": settings.spec.id,
             "method": tuning.method,
@@ -112,9 +120,14 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
         }
         found |= {"precision": precision, "learning_rate": arguments.learning_rate, "steps": plan.steps}
         found |= {"every": plan.every} | _measured(tuning, plan, examples, evaluated, reports, state.device)
-        _publish(settings, tokenizer, found | {"advice": advice(found)})
-    state.wait_for_everyone()
-    state.destroy_process_group()
+        del trainer, model  # merging needs the memory
+        gc.collect()
+        try:
+            with memory_errors():
+                _publish(settings, tokenizer, found | {"advice": advice(found)})
+        except MemoryError as error:  # smaller passes would not help
+            text = f"the model is trained, but it can't be saved in this memory, and nothing was published: {error}"
+            raise RuntimeError(text) from error
 
 
 def _say_plan(say: Callable[..., object], plan: Plan, tuning: Finetune) -> None:
@@ -229,7 +242,7 @@ def _parts(lengths: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def _publish(settings: Settings, tokenizer: Any, found: dict[str, Any]) -> None:
-    """Makes a version of what Trainer has saved. Nothing but that is kept."""
+    """Makes a version of what Trainer has saved. Then removes the checkpoints and the saved files."""
     final = settings.folder / FINAL
     _finish_files(settings, final, tokenizer)
     origin = {"task": settings.task, "job": settings.name, "settings": settings.tuning.plain() | {"texts": ""}}
@@ -249,7 +262,10 @@ def _finish_files(settings: Settings, folder: Path, tokenizer: Any) -> None:
         shutil.rmtree(folder)
     else:
         merged = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    merged.to(_saved_type(settings)).save_pretrained(folder)
+    merged.to(_saved_type(settings))
+    if not all(bool(torch.isfinite(each).all()) for each in merged.parameters()):
+        raise DivergedError
+    merged.save_pretrained(folder)
     (folder / "training_args.bin").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
 
