@@ -73,12 +73,17 @@ class UnavailableError(TransportError):
 class AccessError(TransportError):
     """The master asks for a token or a certificate, and ours is missing, wrong, or not for this call.
 
-    `denied`: the token is valid, and not for this call.
+    `denied`: the token is valid, and not for this call. `local`: this client's own files or settings are wrong, and the
+    master was not asked.
     """
 
     def __init__(self, message: str, *, denied: bool = False) -> None:
         super().__init__(message)
         self.denied = denied
+
+    @property
+    def local(self) -> bool:
+        return isinstance(self.__cause__, ConfigError)
 
 
 class RejectedError(MultigpuError):

@@ -2,8 +2,11 @@
 
 import math
 
+import structlog
 from multigpu import errors
 from multigpu.outcome import TaskCancelled, TaskError, TaskExpired, TaskFailed
+
+log = structlog.get_logger()
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 404, 405
 TIMED_OUT, CONFLICT, TOO_LARGE, UNSUPPORTED, TOO_MANY = 408, 409, 413, 415, 429
@@ -70,6 +73,10 @@ def http_error(error: Exception) -> HttpError:
     match error:
         case HttpError():
             return error
+        case errors.AccessError() if error.local:
+            log.error("requests can't be sent to the master", reason=text)
+            message = "the gateway can't connect to the master: its settings or certificates are wrong, see its log"
+            return HttpError(UNAVAILABLE, message, code="master_unavailable", retry_s=1.0)
         case errors.AccessError():
             return HttpError(FORBIDDEN if error.denied else UNAUTHORIZED, text, code="invalid_api_key")
         case errors.UnplaceableError():

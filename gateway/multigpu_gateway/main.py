@@ -99,9 +99,9 @@ async def check_tokens(config: GatewayConfig) -> None:
         try:
             async with AsyncClient(config.master, token="", **certificate) as client:
                 await client.count()
-        except errors.AccessError:
-            return
         except errors.MultigpuError as error:
+            if isinstance(error, errors.AccessError) and not error.local:
+                return
             log.warning("waiting for the master", reason=str(error))
             await asyncio.sleep(1)
         else:

@@ -43,8 +43,7 @@ def failures() -> Iterator[None]:
     except TaskError as error:
         raise TasksFailed(str(error)) from error
     except errors.AccessError as error:
-        is_local = isinstance(error.__cause__, ConfigError)  # the client's own token or certificate can't be read
-        raise (WrongUsage if is_local else Failure)(str(error)) from error
+        raise (WrongUsage if error.local else Failure)(str(error)) from error
     except errors.MultigpuError as error:
         raise Failure(with_flags(str(error))) from error
 
