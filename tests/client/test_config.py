@@ -135,6 +135,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
         ({"MGPU_WORKER_MODELS": "/models/a"}, r"'/models/a' is not NAME=PATH"),
         ({"MGPU_MASTER": "7433"}, r"MGPU_MASTER: '7433': not an address"),
         ({"MGPU_CONFIG": "/nowhere/at/all.toml"}, r"MGPU_CONFIG names /nowhere/at/all.toml, which is not a file"),
+        ({"MGPU_CONFIG": "/" + "x" * 300}, r"can't look for /xxx.*: File name too long; run this as root"),
     ],
 )
 def test_a_mistake_in_the_environment_is_named(env: dict[str, str], message: str) -> None:

@@ -147,6 +147,22 @@ def test_a_follower_has_all_partial_outputs_and_leaves_the_task_alone(fleet: Fle
         assert last.error_type == "WrongResultType"
 
 
+def test_a_follower_gets_its_own_task_also_if_another_has_its_request_id(fleet: Fleet) -> None:
+    parameters = {"count": "3", "seconds": "0"}
+    with fleet.client() as client:
+        failed = client.submit("trial.wrong_type", b"", request_id="follow again")
+        assert failed.outcome(120).error_type == "WrongResultType"
+        again = client.submit("trial.stream", b"x", parameters=parameters, request_id="follow again", retry_failed=True)
+        (last,) = failed.follow(timeout=120)
+        assert isinstance(last, multigpu.Outcome)
+        assert (last.task_id, last.error_type) == (failed.id, "WrongResultType")
+        *parts, last = again.follow(timeout=120)
+        assert (len(parts), getattr(last, "task_id", 0)) == (3, again.id)
+        (task_id,) = fleet.submit("trial.stream", b"x", parameters=parameters)
+        *parts, last = client.handle(task_id).follow(timeout=120)  # it has no request_id
+        assert (len(parts), getattr(last, "task_id", 0)) == (3, task_id)
+
+
 def test_a_list_has_pages(fleet: Fleet) -> None:
     with fleet.client() as client:
         ids = [handle.id for handle in client.submit_many("echo", [b"x"] * 5, queue="pages")]  # type: ignore[union-attr]

@@ -52,7 +52,7 @@ class AsyncTaskHandle(Generic[R]):
         last the outcome, whatever it is. `timeout`: of the wait for each. Leaving the iterator cancels nothing. Raises
         as `outcome`.
         """
-        async with aclosing(self._core.follow_parts(self.request_id, timeout)) as parts:
+        async with aclosing(self._core.follow_parts(self.id, self.request_id, timeout)) as parts:
             async for part in parts:
                 yield part
 

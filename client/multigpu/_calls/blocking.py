@@ -82,8 +82,8 @@ class BlockingCore:
     def follow(self, task_id: int, request_id: str, timeout_s: float | None) -> Outcome:
         return self._wait(self._core.follow(task_id, request_id, timeout_s))
 
-    def follow_parts(self, request_id: str, timeout_s: float | None) -> SyncIterator[Part | Outcome]:
-        return self._iterate(self._core.follow_parts(request_id, timeout_s))
+    def follow_parts(self, task_id: int, request_id: str, timeout_s: float | None) -> SyncIterator[Part | Outcome]:
+        return self._iterate(self._core.follow_parts(task_id, request_id, timeout_s))
 
     def follow_all(
         self, handles: Iterable[Any], ordered: bool, timeout_s: float | None, total: bool

@@ -180,17 +180,28 @@ class Core:
             pass
         return found
 
-    async def follow_parts(self, request_id: str, timeout_s: float | None) -> AsyncGenerator[Part | Outcome, None]:
+    async def follow_parts(
+        self, task_id: int, request_id: str, timeout_s: float | None
+    ) -> AsyncGenerator[Part | Outcome, None]:
         """The partial outputs of a task that was submitted before, and at last its outcome, whatever it is."""
         self.connection.check()
         timeout_s = self._timeout_of(timeout_s)
+        # A task that has ended may have left its request_id to another task, and one without can't be followed.
+        if not request_id or (await self.get(task_id, 0.0, timeout_s)).outcome is not None:
+            ended = await within(timeout_s, self._ended(task_id), lambda: "", GOES_ON)
+            message = ended.message
+            types = message.partial_content_types or [""] * len(message.partials)
+            for data, content_type in zip(message.partials, types, strict=True):
+                yield Part(data, content_type)
+            yield ended
+            return
         call = FollowStreamCall(request_id)
         rejection = partial(self.rejection, call)
         try:
             await within(timeout_s, self.stream.start((call,)), rejection, GOES_ON)
             while isinstance(item := await within(timeout_s, call.next_item(), rejection, GOES_ON), Part):
                 yield item
-            yield item
+            yield item if item.task_id == task_id else await self._ended(task_id)
         finally:
             if not call.done:
                 self.stream.withdraw(call)

@@ -52,7 +52,7 @@ class TaskHandle(Generic[R]):
         last the outcome, whatever it is. `timeout`: of the wait for each. Leaving the iterator cancels nothing. Raises
         as `outcome`.
         """
-        with closing(self._core.follow_parts(self.request_id, timeout)) as parts:
+        with closing(self._core.follow_parts(self.id, self.request_id, timeout)) as parts:
             yield from parts
 
     def result(self, timeout: float | None = None) -> R:

@@ -12,6 +12,7 @@ Importing this module must be cheap: the daemons start in a fraction of a second
 import dataclasses
 import difflib
 import os
+import stat
 import tomllib
 import typing
 from collections.abc import Callable, Mapping
@@ -142,16 +143,22 @@ def find_file(file: str | Path | None, env: Mapping[str, str]) -> Path | None:
     for asked, origin in ((file, "--config"), (env.get(FILE_VARIABLE), FILE_VARIABLE)):
         if asked:
             path = Path(asked).expanduser()
-            if not path.is_file():
+            if not _is_file(path):
                 raise ConfigError(f"{origin} names {path}, which is not a file: create it, or leave {origin} out")
             return path
     home = Path(env.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     candidates = (home / "multigpu" / "config.toml", Path("/etc/multigpu/config.toml"))
+    return next((path for path in candidates if _is_file(path)), None)
+
+
+def _is_file(path: Path) -> bool:
     try:
-        return next((path for path in candidates if path.is_file()), None)
-    except PermissionError as error:  # the host's file lies in a folder that only root and the services may read
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # such as the host's file, in a folder that only root and the services may read
         remedy = "run this as root or as the user multigpu, or name a file of your own in MGPU_CONFIG"
-        raise ConfigError(f"can't look for {error.filename}: {error.strerror}; {remedy}") from error
+        raise ConfigError(f"can't look for {path}: {error.strerror}; {remedy}") from error
 
 
 def click_options(cls: type[Checked]) -> Callable[[F], F]:

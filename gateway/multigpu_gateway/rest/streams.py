@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 from multigpu import errors
-from multigpu._calls.streaming import Part
 from multigpu.outcome import Outcome, TaskName
 
 from multigpu_gateway.clients import ClientPair
@@ -14,7 +13,7 @@ from multigpu_gateway.errors import HttpError
 from multigpu_gateway.events import send_events
 from multigpu_gateway.http import Request
 from multigpu_gateway.rest.errors import error_body, rest_error
-from multigpu_gateway.rest.requests import WAIT_MAX_S, OutcomesQuery, query_of, wrong
+from multigpu_gateway.rest.requests import OutcomesQuery, query_of, wrong
 from multigpu_gateway.rest.values import data_fields, outcome_dict
 
 LAST_EVENT_ID = b"last-event-id"
@@ -44,8 +43,7 @@ async def _task_events(pair: ClientPair, name: TaskName, begin: int) -> AsyncGen
     handle = await pair.client.handle(name)
     yield b""  # the task exists
     index = 0
-    items = handle.follow() if handle.request_id else _ended(pair, handle.id)
-    async with aclosing(items):
+    async with aclosing(handle.follow()) as items:
         async for item in items:
             if isinstance(item, Outcome):
                 yield named_event("outcome", _without_partials(item))
@@ -55,19 +53,6 @@ async def _task_events(pair: ClientPair, name: TaskName, begin: int) -> AsyncGen
                 value |= data_fields("data", [item.data], [item.content_type], repeated=False)
                 yield named_event("partial", value, str(index))
             index += 1
-
-
-async def _ended(pair: ClientPair, task_id: int) -> AsyncGenerator[Any, None]:
-    """Waits for the end of a task, and yields what AsyncTaskHandle.follow would have yielded: a task without a
-    request_id can't be followed.
-    """
-    while (outcome := (await pair.client.get(task_id, wait_s=WAIT_MAX_S)).outcome) is None:
-        pass
-    message = outcome.message
-    types = message.partial_content_types or [""] * len(message.partials)
-    for data, content_type in zip(message.partials, types, strict=True):
-        yield Part(data, content_type)
-    yield outcome
 
 
 def _without_partials(outcome: Outcome) -> dict[str, Any]:
