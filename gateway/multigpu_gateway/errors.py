@@ -68,7 +68,7 @@ class DisconnectedError(Exception):
 
 
 def http_error(error: Exception) -> HttpError:
-    """Returns the HttpError for an error of the SDK or of a task. Re-raises any other: a defect of the gateway."""
+    """Returns the HttpError for an error of a call to the master, or of a task. Re-raises any other error."""
     text = str(error)
     match error:
         case HttpError():

@@ -92,7 +92,7 @@ def check_texts(texts: Any) -> None:
 
 
 def check_options(options: Any) -> None:
-    """TypeError: an option of a map that embed has not, such as `ordered`: each row belongs to its text."""
+    """TypeError: an option that maps have and embed lacks, such as `ordered`: each row belongs to its text."""
     for name in MapOptions.__annotations__:
         if name in options and name not in EmbedOptions.__annotations__:
             raise TypeError(f"{name} is an option of a map: embed has none of this name")

@@ -1,10 +1,10 @@
 """Runs in the engine process: receives batches, has engines run them, and sends reports.
 
-Threads: one reads the socket, so that a cancellation takes effect at once and the next batch is prepared while one
-runs. In a process with a model, another thread loads the model and then prepares the batches. The main thread runs the
-batches of the first slot, and one more thread those of each further slot. One thread flushes reports that would
-otherwise wait for the end of a long task, and one sends the model's facts whenever they have changed. Only one thread
-at a time enters an engine whose batches run together.
+Threads: one reads the socket, so that a cancellation takes effect at once; in a process without a model it also
+prepares the next batch while one runs. In a process with a model, another thread loads the model and then prepares the
+batches. The main thread runs the batches of the first slot, and one more thread those of each further slot. One thread
+flushes reports that would otherwise wait for the end of a long task, and one sends the model's facts whenever they have
+changed. Only one thread at a time enters an engine whose batches run together.
 """
 
 import contextlib

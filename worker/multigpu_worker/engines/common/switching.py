@@ -34,7 +34,7 @@ class Switch(Generic[B]):
         return not self._thread.is_alive()
 
     def facts(self) -> dict[str, str]:
-        """Which back end serves and why, for people. The dict itself: it changes later."""
+        """Which back end serves and why, for people. The dict changes when the other back end serves."""
         return self._facts
 
     def _make(self, model: str, make: Callable[[], tuple[B, dict[str, str]]], what: str) -> None:
