@@ -2,12 +2,14 @@
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from multigpu_worker.device.interface import Device, DeviceGoneError, DeviceInfo, Telemetry
+from multigpu_worker.energy import recording as energy_recording
 from multigpu_worker.energy import run as energy_run
 from multigpu_worker.energy.config import BackendConfig, BenchmarkConfig, InputShapes, ScenarioConfig
 from multigpu_worker.energy.intervals import ratio
@@ -213,6 +215,59 @@ def test_a_device_that_is_lost_ends_it() -> None:
     work.load = lose  # type: ignore[method-assign]
     with pytest.raises(RecordingError, match="fell off the bus"):
         benchmark(gpu, work)
+
+
+class StoppingGpu(Gpu):
+    """Once `stop` is set, reading its sensors raises `fails`, or waits for `resume` if that is None."""
+
+    def __init__(self, fails: Exception | None) -> None:
+        super().__init__()
+        self.stop, self.stopped, self.resume = threading.Event(), threading.Event(), threading.Event()
+        self._fails = fails
+
+    def sample(self) -> Telemetry:
+        if self.stop.is_set():
+            self.stopped.set()
+            if self._fails is not None:
+                raise self._fails
+            self.resume.wait()
+        return super().sample()
+
+
+@pytest.mark.parametrize(
+    ("fails", "timeout_s", "message"),
+    [
+        (None, 0.1, "the driver of a device has not answered for 0.1 s"),
+        (OSError(5, "Input/output error"), 20.0, r"cuda:0 can't be read: OSError: \[Errno 5\] Input/output error"),
+    ],
+)
+def test_it_ends_if_the_sensors_of_a_device_stop(
+    monkeypatch: pytest.MonkeyPatch, fails: OSError | None, timeout_s: float, message: str
+) -> None:
+    gpu = StoppingGpu(fails)
+    recorder = Recorder([gpu], [])
+    work = Work(gpu)
+
+    def load() -> None:
+        monkeypatch.setattr(energy_recording, "DRIVER_TIMEOUT_S", timeout_s)
+        gpu.stop.set()
+        assert gpu.stopped.wait(10)
+
+    work.load = load  # type: ignore[method-assign]
+    gives_up_s = time.monotonic() + 10
+
+    def wait(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.monotonic() > gives_up_s:  # a wait without a limit ends the test with another outcome
+            gpu.resume.set()
+            assert fails is None
+
+    length = Length(idle_s=0.01, least_s=0.1, most_s=0.1)
+    try:
+        with pytest.raises(RecordingError, match=message):
+            Benchmark(config_of(), length, recorder, work, lambda *_: None).run(PROMPTS, wait)
+    finally:
+        gpu.resume.set()
 
 
 def test_an_interval_covers_the_true_ratio_in_95_of_100() -> None:

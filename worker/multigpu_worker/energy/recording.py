@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from multigpu_worker.device.energy import EnergyMethod
@@ -54,12 +55,7 @@ class Recorder:
         """Returns once each device has been read. RecordingError: one can't be read."""
         for thread in self._threads:
             thread.start()
-        since_s = self.now_s()
-        while not self.covers(0.0):
-            self.check()
-            if self.now_s() - since_s > DRIVER_TIMEOUT_S:
-                raise RecordingError(f"the driver of a device has not answered for {DRIVER_TIMEOUT_S:g} s")
-            time.sleep(0.01)
+        self.wait_until_covered(0.0, time.sleep)
 
     def end(self) -> None:
         """Ends the recording, after a last sample. RecordingError: a driver does not answer."""
@@ -88,6 +84,15 @@ class Recorder:
         """Whether each device was read at this time or later."""
         return all(recording.times_s and recording.times_s[-1] >= time_s for recording in self._all)
 
+    def wait_until_covered(self, time_s: float, wait: Callable[[float], None]) -> None:
+        """`wait`: sleeps. RecordingError: a device can't be read, or its driver does not answer."""
+        since_s = self.now_s()
+        while not self.covers(time_s):
+            self.check()
+            if self.now_s() - since_s > DRIVER_TIMEOUT_S:
+                raise RecordingError(f"the driver of a device has not answered for {DRIVER_TIMEOUT_S:g} s")
+            wait(0.01)
+
     def _record(self, recording: Recording) -> None:
         due_s = time.monotonic()
         try:
@@ -107,6 +112,10 @@ class Recorder:
                 self._ended.wait(due_s - time.monotonic())
         except (RecordingError, DeviceGoneError) as error:
             self._error = error
+        except Exception as error:  # noqa: BLE001  such as an OSError of a file in /proc
+            name = recording.device.info.name
+            self._error = RecordingError(f"{name} can't be read: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
 
 
 def _readings_of(device: Device) -> Readings | None:

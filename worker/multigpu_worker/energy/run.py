@@ -100,9 +100,7 @@ class Benchmark:
             self._during("idle", lambda: self._idle(wait))
             self._during("warm-up", lambda: self._warm_up(prompts))
             self._during("measured", lambda: self._measure(prompts))
-            while not self._recorder.covers(self._run.phase("measured").end_s):
-                wait(0.05)
-                self._recorder.check()
+            self._recorder.wait_until_covered(self._run.phase("measured").end_s, wait)
         finally:
             self._recorder.end()
         self._weigh_blocks()
