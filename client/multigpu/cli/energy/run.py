@@ -1,12 +1,14 @@
 """`mgpuctl energy run`: measures the energy that a model takes on this host."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
@@ -25,6 +27,8 @@ PHASES = {
     "warm-up": "warming up",
     "measured": "measuring",
 }
+# The last line of the process's stderr is read from its last bytes.
+STDERR_END_BYTES = 64 << 10
 
 
 @click.command(
@@ -93,9 +97,12 @@ def _result_of(arguments: list[str]) -> dict[str, Any]:
         sys.exit(error)
     argv = [sys.executable, "-m", "multigpu_worker.energy.main", "run", *arguments]
     console, phase, line = Console(stderr=True), "", ""
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+    with (
+        # Not a pipe: the process would block once it is full, because stderr is read at the end only.
+        tempfile.TemporaryFile() as stderr,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=stderr, text=True, process_group=0) as process,
+    ):
         assert process.stdout is not None
-        assert process.stderr is not None
         try:
             with console.status("starting") as status:
                 for line in process.stdout:
@@ -107,10 +114,16 @@ def _result_of(arguments: list[str]) -> dict[str, Any]:
                         if not console.is_terminal:
                             show.note(PHASES[phase])
                     status.update(_progress(event))
-            problem = (process.stderr.read().strip().splitlines() or ["the benchmark ended without a result"])[-1]
-            raise (WrongUsage if process.wait() == WrongUsage.exit_code else Failure)(problem)
+            returncode = process.wait()
+            problem = _last_line(stderr) or "the benchmark ended without a result"
+            raise (WrongUsage if returncode == WrongUsage.exit_code else Failure)(problem)
         finally:
             process.send_signal(signal.SIGKILL)
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - STDERR_END_BYTES))
+    return (file.read().decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 def _progress(event: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ takes their power while it answers.
 
 import csv
 import json
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
+from multigpu.cli.energy.run import _result_of
+from multigpu.cli.failures import Failure
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.worker.generate.tiny_llama import save_tiny_llama
@@ -191,6 +194,30 @@ def test_a_request_that_fails_ends_the_benchmark_with_its_error(energy: Energy, 
     done = energy("run", config, *SHORT)
     assert done.exit_code == 1
     assert "3 requests have failed one after the other; the last: 503" in done.stderr
+
+
+# In place of the process of the benchmark. It is killed if it can't write.
+TALKATIVE = """#!{python}
+import json, signal, sys
+signal.alarm(10)
+print("a warning of a library\\n" * 50_000, file=sys.stderr, flush=True)
+print(json.dumps({{"phase": "load", "done": 0, "of": 0}}), flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["print(json.dumps({'answer': 1}))", "sys.exit('the reason')"])
+def test_a_benchmark_may_write_any_amount_to_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    script = tmp_path / "benchmark"
+    script.write_text(TALKATIVE.format(python=sys.executable, end=end), encoding="utf-8")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    if "answer" in end:
+        assert _result_of([]) == {"answer": 1}
+    else:
+        with pytest.raises(Failure) as failed:
+            _result_of([])
+        assert str(failed.value) == "the reason"
 
 
 @pytest.mark.parametrize(
