@@ -1,5 +1,6 @@
 """Between agent and engine: frames arrive unchanged however they are split; the ring of large values; the slot page."""
 
+import asyncio
 import random
 import socket
 import threading
@@ -8,6 +9,7 @@ import pytest
 from multigpu_worker.processes.ipc import blobs as blobs_module
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
+from multigpu_worker.processes.ipc.channel import EngineChannel
 from multigpu_worker.processes.ipc.slots import SlotPage, SlotState
 
 
@@ -45,6 +47,34 @@ def test_frames_survive_any_cut(small_ring: None, seed: int) -> None:
             got += decoder.feed(ours)
     thread.join()
     assert got == sent
+
+
+@pytest.mark.parametrize("dead", [False, True])
+async def test_frames_before_a_stray_write_are_applied(dead: bool) -> None:
+    """`dead`: the agent reads after the engine has ended."""
+    ours, theirs = socket.socketpair()
+    memory = BlobMemory.create()
+    large = b"x" * frames.BLOB_BYTES_MIN
+    sent: list[tuple[frames.Message, list[bytes]]] = [(("done", 1), []), (("done", 2), [large]), (("done", 3), [])]
+    got: list[tuple[frames.Message, list[bytes]]] = []
+    errors: list[frames.FrameError] = []
+    broken = asyncio.Event()
+
+    def end(error: frames.FrameError) -> None:
+        errors.append(error)
+        broken.set()
+
+    with theirs:
+        channel = EngineChannel(ours, memory, lambda *frame: got.append(frame), end)
+        data = b"".join(buffer for frame in sent for buffer in frames.encode(*frame, memory.up))
+        theirs.sendall(data + b"a line printed to the wrong descriptor\n")
+        if dead:
+            channel.read_rest()
+        else:
+            await asyncio.wait_for(broken.wait(), 5)  # the engine sends nothing more
+        assert got == sent
+        assert len(errors) == (not dead)
+        channel.close()
 
 
 def test_ring_uses_its_room_and_no_more_and_keeps_random_values(small_ring: None) -> None:

@@ -93,6 +93,10 @@ class EngineChannel:
                 self._apply_frame(message, blobs)
         except frames.FrameError as error:
             self._break(error)
+            return
+        # Not at the next read: the engine may send nothing more. Ended already: an applied frame had the engine killed.
+        if self._decoder.error is not None and not self._ended:
+            self._break(self._decoder.error)
 
     def _break(self, error: frames.FrameError) -> None:
         self._end()

@@ -66,22 +66,33 @@ class Decoder:
     def __init__(self, ring: BlobRing) -> None:
         self._ring = ring
         self._buffer = bytearray()
+        # The bytes after the frames that `feed` has returned are no frame: the next call raises it.
+        self.error: FrameError | None = None
 
     def feed(self, sock: socket.socket) -> list[tuple[Message, list[bytes]]]:
         """Read from the socket once, up to 256 KiB, and return the frames that are complete.
 
         Raises BlockingIOError if a non-blocking socket has no data, EOFError if the other end is closed, FrameError.
+        Frames that were complete before the damage are returned first; then `error` is set.
         """
+        if self.error is not None:
+            raise self.error
         data = sock.recv(_RECEIVE_BYTES)
         if not data:
             raise EOFError
         self._buffer += data
-        frames = []
+        frames: list[tuple[Message, list[bytes]]] = []
         start = 0
-        with memoryview(self._buffer) as view:
-            while (found := self._decode(view, start)) is not None:
-                message, blobs, start = found
-                frames.append((message, blobs))
+        try:
+            with memoryview(self._buffer) as view:
+                while (found := self._decode(view, start)) is not None:
+                    message, blobs, start = found
+                    frames.append((message, blobs))
+        except FrameError as error:
+            self.error = error
+            if not frames:
+                raise
+            return frames
         if start:
             del self._buffer[:start]
         return frames
