@@ -269,6 +269,20 @@ def test_a_broken_folder_is_an_error_of_the_scan(tmp_path: Path, files: dict[str
         raise ModelFolderError(found.errors["bad"])
 
 
+@pytest.mark.parametrize("files", [hugging_face(), under("1", hugging_face()), under("other", hugging_face())])
+def test_a_model_toml_that_is_a_dangling_link_is_an_error(tmp_path: Path, files: dict[str, str | bytes]) -> None:
+    put(tmp_path, under("bad", files))
+    (tmp_path / "bad/model.toml").symlink_to("../.settings/bad.toml")
+    found = scan(tmp_path)
+    assert found.models == {}, "it is not served with defaults"
+    link = tmp_path / "bad/model.toml"
+    assert found.errors == {
+        "bad": f"{link} is a link to ../.settings/bad.toml, which is not there: remove or correct it"
+    }
+    put(tmp_path, {".settings/bad.toml": ""})
+    assert "which is not there" not in str(scan(tmp_path).errors)
+
+
 def test_a_pickle_that_is_allowed_by_name(tmp_path: Path) -> None:
     put(tmp_path, under("m", {"config.json": "{}", "pytorch_model.bin": "12345"}))
     put(tmp_path, {"m/model.toml": 'allow_pickle = ["pytorch_model.bin"]'})

@@ -27,6 +27,10 @@ def read_toml(folder: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
     except FileNotFoundError:
+        if path.is_symlink():
+            raise ModelFolderError(
+                f"{path} is a link to {path.readlink()}, which is not there: remove or correct it"
+            ) from None
         return {}
     except OSError as error:
         raise ModelFolderError(f"{path} can't be read: {error.strerror}") from error

@@ -102,7 +102,8 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
 def is_model(folder: Path) -> bool:
     """Whether a folder is a model, complete or broken, and not a namespace. Raises ModelFolderError."""
     names = _names(folder)
-    return FILE_NAME in names or _recognised(names) is not None or bool(_versions_in(folder))
+    has_toml = FILE_NAME in names or (folder / FILE_NAME).is_symlink()  # read_toml reports a dangling link
+    return has_toml or _recognised(names) is not None or bool(_versions_in(folder))
 
 
 def read_model(
