@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from multigpu.config.config import WorkerConfig
+from multigpu_worker.models.residency import ModelState
+from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.repository.files import loaded_files
+from multigpu_worker.repository.folders import find_models
 from multigpu_worker.repository.model import BatchRules, Gate, ModelFolderError, ModelSpec, Scan
 from multigpu_worker.repository.scan import scan
 
@@ -304,6 +309,55 @@ def test_names_and_namespaces(tmp_path: Path) -> None:
     for text in (*found.errors, *found.errors.values()):
         text.encode()
     assert "can't be a model's name" in found.errors[r"one\x3atwo"]
+
+
+@pytest.fixture
+def reads_left(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """By folder: how often it can be read before a read fails, once. Not by chmod, which does not stop root."""
+    left: dict[Path, int] = {}
+    scandir = os.scandir
+
+    def fails(path: Path) -> Any:
+        if path in left:
+            left[path] -= 1
+            if left[path] == -1:
+                raise OSError(5, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fails)
+    return left
+
+
+READS = range(4)  # of a namespace in a scan
+
+
+def test_models_stay_in_memory_while_their_namespace_cannot_be_read(
+    tmp_path: Path, reads_left: dict[Path, int]
+) -> None:
+    acme = {"acme/x", "acme/deep/y"}
+    for name in (*acme, "acme-2"):
+        put(tmp_path, under(name, hugging_face()))
+    config = WorkerConfig(model_repository=str(tmp_path))
+    routes = ModelRoutes(find_models(config), "auto")
+    for resident in routes.residents.values():
+        resident.enter(ModelState.READY, 0.0)
+    for folder, gone in (("acme", acme), ("acme/deep", {"acme/deep/y"})):
+        for reads in READS:
+            reads_left[tmp_path / folder] = reads
+            found = find_models(config)
+            assert not gone & set(found.models)
+            assert "Input/output error" in found.errors[folder]
+            routes.put(found)
+            assert acme <= {name for _, name in routes.table} and not routes.replaced(), (folder, reads)
+    reads_left[tmp_path] = 0
+    with pytest.raises(ModelFolderError, match=r"model_repository: .* can't be read: Input/output error"):
+        find_models(config)
+    routes.put(find_models(config))
+    assert not routes.replaced()
+    for folder in ("acme/x", "acme/deep"):  # the empty namespace remains, and is no model
+        shutil.rmtree(tmp_path / folder)
+    routes.put(find_models(config))
+    assert {resident.spec.name for resident in routes.replaced()} == acme
 
 
 def versioned(root: Path, toml: str, *versions: int) -> None:

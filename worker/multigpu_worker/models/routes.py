@@ -97,18 +97,20 @@ class ModelRoutes:
             self._add(model, spec)
         self._next = {route: self._newest[model] for route, model in catalogs.routes_of(catalog).items()}
         broken = {model.partition(":")[0] for model in catalog.errors}
+        below = tuple(f"{folder}/" for folder in catalog.unreadable)
         for route, key in self.table.items():
             resident = self.residents.get(key)
             if resident is None or key not in self.serving:
                 continue
             kind, name = route
             named = kind, resident.spec.name
+            is_broken = resident.spec.name in broken or resident.spec.name.startswith(below)
             in_memory, listed = resident.state is not ModelState.ABSENT, route in self._next
             if not name and named in self._next:  # the default stays the same model
                 self._next[route] = self._next[named]
-            # A broken model keeps its names while it is in memory. The empty name never moves to another model instead,
-            # so its tasks then fail.
-            elif resident.spec.name in broken and (not name if listed else in_memory):
+            # A broken model, or one in a namespace that can't be read, keeps its names while it is in memory. The empty
+            # name never moves to another model instead, so its tasks then fail.
+            elif is_broken and (not name if listed else in_memory):
                 self._next[route] = key
         self.switch()
 

@@ -55,6 +55,7 @@ def find_models(config: WorkerConfig) -> Scan:
     """
     specs: list[ModelSpec] = []
     errors: dict[str, str] = {}
+    unreadable: frozenset[str] = frozenset()
     for name, folder in _entries(config.models).items():
         try:
             read, broken = read_model(folder, name, None, check=_check)
@@ -67,12 +68,14 @@ def find_models(config: WorkerConfig) -> Scan:
         found = scan(Path(config.model_repository).expanduser(), _check)
         specs += [spec for spec in found.models.values() if spec.name not in taken]
         errors |= {key: text for key, text in found.errors.items() if key.partition(":")[0] not in taken}
+        unreadable = found.unreadable
     packaged = packaged_model()
     if packaged is not None and PACKAGED_MODEL not in _names(specs, errors):
         specs += read_model(packaged, PACKAGED_MODEL, None)[0]
     models = {spec.id: spec for spec in _default_first(specs, config.default_model, errors)}
     # Versions are sorted from the oldest to the newest.
-    return Scan(models=models, errors=errors, current={spec.name: spec.id for spec in models.values()})
+    current = {spec.name: spec.id for spec in models.values()}
+    return Scan(models=models, errors=errors, current=current, unreadable=unreadable)
 
 
 def _check(spec: ModelSpec) -> None:

@@ -220,3 +220,5 @@ class Scan:
     errors: dict[str, str] = field(default_factory=dict)
     # By name: the id of the version that the name alone stands for.
     current: dict[str, str] = field(default_factory=dict)
+    # Names of folders that can't be read. Each may be a namespace whose models are still there.
+    unreadable: frozenset[str] = frozenset()

@@ -81,7 +81,8 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
     models: dict[str, ModelSpec] = {}
     errors: dict[str, str] = {}
     current: dict[str, str] = {}
-    for name, folder in model_folders(root, "", errors):
+    unreadable: set[str] = set()
+    for name, folder in model_folders(root, "", errors, unreadable):
         try:
             specs, broken = read_model(folder, name, root, check=check)
         except ModelFolderError as error:
@@ -96,7 +97,7 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
     if all(VERSION.fullmatch(name.partition("/")[0]) for name in current) and is_model(root):
         raise ModelFolderError(f"model_repository: {root} is a model itself: name the folder that it is in")
     errors = {_error_name(name): escaped(text)[:ERROR_CHARS_MAX] for name, text in errors.items()}
-    return Scan(models=models, errors=errors, current=current)
+    return Scan(models=models, errors=errors, current=current, unreadable=frozenset(unreadable))
 
 
 def is_model(folder: Path) -> bool:
@@ -144,12 +145,20 @@ def read_model(
     return specs, errors
 
 
-def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int = 1) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each model under a folder. Adds an error for each folder that can't be read or is no model."""
+def model_folders(
+    parent: Path, prefix: str, errors: dict[str, str], unreadable: set[str], depth: int = 1
+) -> Iterator[tuple[str, Path]]:
+    """Name and folder of each model under a folder. Adds an error for each folder that can't be read or is no model.
+
+    Adds the names of those that can't be read to `unreadable`. Raises ModelFolderError if the repository itself can't.
+    """
     try:
         entries = sorted((e for e in os.scandir(parent) if not e.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
+        if not prefix:
+            raise ModelFolderError(f"model_repository: {parent} can't be read: {error.strerror}") from error
         errors[prefix.rstrip("/")] = f"{parent} can't be read: {error.strerror}"
+        unreadable.add(prefix.rstrip("/"))
         return
     for entry in entries:
         name, path = prefix + entry.name, Path(entry.path)
@@ -163,11 +172,12 @@ def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int 
             elif is_model(path):
                 yield name, path
             elif not entry.is_symlink() and depth < DEPTH_MAX and any(e.is_dir() for e in os.scandir(path)):
-                yield from model_folders(path, name + "/", errors, depth + 1)
+                yield from model_folders(path, name + "/", errors, unreadable, depth + 1)
             else:
                 errors[name] = f"{path} holds no model that is recognised: complete it, or write a {FILE_NAME} there"
         except (ModelFolderError, OSError) as error:
             errors[name] = str(error)
+            unreadable.add(name)
 
 
 @contextlib.contextmanager
