@@ -95,15 +95,7 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     reports = Reports(plan, say, shards=strategy == "fsdp2")
     # Examples that predict nothing make all batches of evaluations full: else accelerate repeats some.
     filled = evaluated + [{"input_ids": [0]}] * (-len(evaluated) % (ranks * plan.micro_batch))
-    trainer: Any = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=examples,
-        eval_dataset=filled or None,
-        data_collator=collate,
-        callbacks=[reports, *([transformers.EarlyStoppingCallback(tuning.patience)] if tuning.patience else [])],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
+    trainer = _trainer(model, arguments, examples, filled, reports, tuning.patience)
     begin_peak(state.device)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(settings.folder / FINAL))  # a collective
@@ -121,13 +113,7 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
         found |= {"precision": precision, "learning_rate": arguments.learning_rate, "steps": plan.steps}
         found |= {"every": plan.every} | _measured(tuning, plan, examples, evaluated, reports, state.device)
         del trainer, model  # merging needs the memory
-        gc.collect()
-        try:
-            with memory_errors():
-                _publish(settings, tokenizer, found | {"advice": advice(found)})
-        except MemoryError as error:  # smaller passes would not help
-            text = f"the model is trained, but it can't be saved in this memory, and nothing was published: {error}"
-            raise RuntimeError(text) from error
+        _publish(settings, tokenizer, found | {"advice": advice(found)})
 
 
 def _say_plan(say: Callable[..., object], plan: Plan, tuning: Finetune) -> None:
@@ -216,6 +202,22 @@ def _arguments(settings: Settings, plan: Plan, strategy: str, precision: str, *,
     )
 
 
+def _trainer(
+    model: Any, arguments: Any, examples: list[Example], evaluated: list[Example], reports: Reports, patience: int
+) -> Any:
+    stop_early = [transformers.EarlyStoppingCallback(patience)] if patience else []
+    trainer: Any = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=examples,
+        eval_dataset=evaluated or None,
+        data_collator=collate,
+        callbacks=[reports, *stop_early],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
 def _measured(
     tuning: Finetune, plan: Plan, examples: Sequence[Example], evaluated: Sequence[Example], reports: Reports,
     device: torch.device,
@@ -244,7 +246,13 @@ def _parts(lengths: Sequence[int], size: int) -> list[Sequence[int]]:
 def _publish(settings: Settings, tokenizer: Any, found: dict[str, Any]) -> None:
     """Makes a version of what Trainer has saved. Then removes the checkpoints and the saved files."""
     final = settings.folder / FINAL
-    _finish_files(settings, final, tokenizer)
+    gc.collect()
+    try:
+        with memory_errors():
+            _finish_files(settings, final, tokenizer)
+    except MemoryError as error:  # smaller passes would not help
+        text = f"the model is trained, but it can't be saved in this memory, and nothing was published: {error}"
+        raise RuntimeError(text) from error
     origin = {"task": settings.task, "job": settings.name, "settings": settings.tuning.plain() | {"texts": ""}}
     version = publish(final, settings.repository / settings.output, origin | {"found": found})
     _tell(settings, version, found)
