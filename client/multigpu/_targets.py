@@ -48,7 +48,9 @@ def check_parameters(function: Callable[..., Any], *, of_class: bool, batched: b
         hint = hints_of(function).get(parameters[0].name, Any)
         kind = typing.get_origin(hint) or hint
         if isinstance(kind, type) and not issubclass(list, kind):
-            raise TypeError(f"the batched handler {name} gets a list: write list[…] for {hint.__name__}")
+            raise TypeError(
+                f"the batched handler {name} gets a list: write list[…] for {getattr(hint, '__name__', hint)}"
+            )
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:

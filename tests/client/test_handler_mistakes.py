@@ -71,6 +71,13 @@ def test_a_method_is_no_handler_and_a_batch_is_a_list() -> None:
         def half(values: float) -> list[float]:
             return [values]
 
+    with pytest.raises(TypeError, match=r"gets a list: write list\[…\] for list\[int\] \| None"):
+
+        @multigpu.handler
+        @multigpu.batch
+        def optional(values: list[int] | None = None) -> list[int]:
+            return values or []
+
 
 @pytest.mark.parametrize("method", ["run", "submit", "map"])
 def test_the_first_argument_is_the_client(method: str) -> None:

@@ -158,6 +158,8 @@ class HandlerEngine:
             if reporter.cancelled(item):
                 continue
             with self._turn:
+                if reporter.cancelled(item):  # meanwhile
+                    continue
                 reporter.begin(item)
                 try:
                     result, content_type = self._call(batch, item, reporter)
@@ -292,9 +294,10 @@ class BatchHandlerEngine(HandlerEngine):
         if inspect.iscoroutine(returned):
             returned = asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
         try:
-            results = list(returned)
+            iterator = iter(returned)
         except TypeError:
-            results = []
+            iterator = iter(())
+        results = list(iterator)  # outside the try: a lazy iterable runs the handler's own code here
         if isinstance(returned, (str, bytes, Mapping)) or len(results) != count:
             gave = f"{len(results)} results" if isinstance(returned, (list, tuple)) else f"a {type(returned).__name__}"
             raise WrongResultTypeError(
