@@ -148,7 +148,19 @@ def _pack_array(value: Any) -> Any:
     if not array or value.dtype.hasobject or value.dtype.names or isinstance(value, np.ma.MaskedArray):
         what = f"{type(value).__name__} of {value.dtype}" if array else f"{type(value).__name__} {value!r:.100}"
         raise TypeError(f"can't hold {what}")
+    if not _is_portable(value.dtype):
+        raise TypeError(f"can't hold an array of {value.dtype}, which NumPy lacks: send array.astype('float32')")
     return msgpack.ExtType(ARRAY, msgpack.packb([value.dtype.str, value.shape]) + value.tobytes())
+
+
+def _is_portable(dtype: Any) -> bool:
+    """Whether the receiver gets the same dtype from its name. That of ml_dtypes.bfloat16 means raw bytes."""
+    import numpy as np  # noqa: PLC0415  as above
+
+    try:
+        return bool(np.dtype(dtype.str) == dtype)
+    except TypeError:
+        return False
 
 
 def _unpack(data: bytes) -> Any:

@@ -48,6 +48,7 @@ def test_values_return_as_they_were(value: Any) -> None:
         np.array(["é", "longer"]),
         np.array([1 + 2j]),
         np.array(["2026-01-01"], "M8[D]"),
+        np.array([b"ab"], "V2"),
         np.asfortranarray(np.arange(4).reshape(2, 2)),
     ],
 )
@@ -76,6 +77,16 @@ def test_what_json_can_hold_is_json() -> None:
 def test_other_values_are_errors(value: Any) -> None:
     with pytest.raises(ValueError, match="a value must be bytes, a JSON value, or made of these and NumPy arrays"):
         encode(value)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_arrays_of_types_that_numpy_lacks_are_errors(name: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.ones(3, getattr(ml_dtypes, name))
+    with pytest.raises(ValueError, match=rf"an array of {name}, which NumPy lacks: send array\.astype\('float32'\)"):
+        encode({"a": array})
+    assert decode(*encode(array.astype("float32"))).tolist() == [1.0, 1.0, 1.0]
+    assert decode(*encode(array[0])) == 1.0
 
 
 def array(dtype: Any, shape: Any, data: bytes) -> bytes:
