@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from multigpu._transport.connection import RETRYABLE_CODES, UNARY_TIMEOUT_S, Connection, backoff_s, cut_off
-from multigpu.errors import CursorExpiredError, TransportError
+from multigpu.errors import ClientClosedError, CursorExpiredError, TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
 
@@ -77,6 +77,12 @@ async def current_cursor(connection: Connection, timeout_s: float | None) -> str
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise connection.late(timeout_s) from None
         raise connection.explain(error.code(), error.details()) from None
+    except asyncio.CancelledError:
+        if not cut_off():
+            raise
+        if connection.closed:
+            raise ClientClosedError("the client was closed before the call ended") from None
+        raise connection.explain(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
     finally:
         stream.cancel()
     return str(response.cursor)

@@ -183,28 +183,34 @@ class Connection:
         end = time.monotonic() + timeout_s
         give_up = min(end, time.monotonic() + self.connect_timeout_s)
         failures = 0
-        once = method in _ONCE and await self.ready(self.connect_timeout_s)
+        once = method in _ONCE and await self.ready(min(timeout_s, self.connect_timeout_s))
         while True:
             try:
                 call = getattr(getattr(self, service), method)
                 return await call(request, timeout=max(0.0, end - time.monotonic()), metadata=self.metadata())
             except grpc.aio.AioRpcError as error:
-                failures += 1
-                delay_s = backoff_s(failures)
-                if once and error.code() in _REPEATED:
-                    failure = self.explain(grpc.StatusCode.UNAVAILABLE, error.details())
-                    raise errors.UnavailableError(
-                        f"{failure}; the master may have done it: look before you repeat it"
-                    ) from None
-                if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
-                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                        raise self.late(timeout_s) from None
-                    failure = self.explain(error.code(), error.details(), task=service == "stub")
-                    if give_up == end and isinstance(failure, errors.UnavailableError):
-                        late = f"no answer within {round(timeout_s, 2):g} s (timeout): {failure}"
-                        raise errors.CallTimeoutError(late) from None
-                    raise failure from None
-                self.refresh()
+                code, details = error.code(), error.details()
+            except asyncio.CancelledError:
+                if not cut_off():
+                    raise
+                if self.closed:
+                    raise errors.ClientClosedError("the client was closed before the call ended") from None
+                # refresh() replaced the channel.
+                code, details = grpc.StatusCode.UNAVAILABLE, "the connection was closed"
+            failures += 1
+            delay_s = backoff_s(failures)
+            if once and code in _REPEATED:
+                failure = self.explain(grpc.StatusCode.UNAVAILABLE, details)
+                raise errors.UnavailableError(f"{failure}; the master may have done it: look before you repeat it")
+            if code not in _REPEATED or time.monotonic() + delay_s > give_up:
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise self.late(timeout_s)
+                failure = self.explain(code, details, task=service == "stub")
+                if give_up == end and isinstance(failure, errors.UnavailableError):
+                    late = f"no answer within {round(timeout_s, 2):g} s (timeout): {failure}"
+                    raise errors.CallTimeoutError(late)
+                raise failure
+            self.refresh()
             await asyncio.sleep(delay_s)
 
     def late(self, timeout_s: float) -> errors.CallTimeoutError:

@@ -2,13 +2,14 @@
 
 # ruff: noqa: N802  gRPC names the methods
 
+import asyncio
 from collections import Counter
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from multigpu import AsyncAdminClient, UnavailableError
+from multigpu import AsyncAdminClient, CallTimeoutError, UnavailableError
 from multigpu.fleet import Role
 from multigpu.v1 import admin_service_pb2, admin_service_pb2_grpc
 
@@ -46,3 +47,9 @@ async def test_calls_that_are_not_safe_to_repeat_are_made_once() -> None:
     finally:
         await server.stop(None)
     assert master.calls == {"ListTokens": 2, "CreateToken": 1}
+
+
+async def test_a_call_that_is_made_once_waits_no_longer_than_its_timeout_for_a_connection() -> None:
+    async with AsyncAdminClient("127.0.0.1:1", connect_timeout_s=60, timeout=0.1) as client:
+        with pytest.raises(CallTimeoutError, match=r"within 0\.1 s"):
+            await asyncio.wait_for(client.create_token("ci", [Role.SUBMIT]), 10)

@@ -99,6 +99,34 @@ def test_a_client_that_is_closed_ends_the_calls_of_its_threads(waiting: int) -> 
             client.run("echo", 1)
 
 
+class SilentMaster(ScriptedMaster):
+    """Answers neither Count nor Watch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    async def Count(self, request: Any, context: Any) -> Any:  # noqa: N802  the method's name
+        self.asked += 1
+        await asyncio.Event().wait()
+
+    async def _watch(self, position: int, context: Any) -> None:
+        self.asked += 1
+        await asyncio.Event().wait()
+
+
+async def test_calls_that_wait_while_another_task_closes_the_client_say_so() -> None:
+    """They raised CancelledError, although nobody had cancelled them."""
+    async with SilentMaster() as master, multigpu.AsyncClient(master.address) as client:
+        calls = [asyncio.create_task(call) for call in (client.count(), client.current_cursor(), client.count())]
+        await until_async(lambda: master.asked == len(calls))
+        calls[-1].cancel()
+        await client.close()
+        *closed, cancelled = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in closed] == [multigpu.ClientClosedError] * 2
+        assert isinstance(cancelled, asyncio.CancelledError)
+
+
 def only_first(spec: Spec, task: Task) -> Reply:
     """The queue has space for the task 0 alone."""
     if int(task.payload) == 0:

@@ -32,6 +32,8 @@ class TlsMaster(ScriptedMaster):
         self.trusted = folder / "ca.crt"
         shutil.copy(self._authority / "ca.crt", self.trusted)
         self._failures = 0
+        self.counts = 0
+        self.unanswered_counts = 0  # of the calls to come
 
     async def start(self) -> "TlsMaster":
         self._server = grpc.aio.server(options=OPTIONS)
@@ -43,6 +45,10 @@ class TlsMaster(ScriptedMaster):
         return self
 
     async def Count(self, request: Any, context: Any) -> Any:  # noqa: N802  the method's name
+        self.counts += 1
+        if self.unanswered_counts:
+            self.unanswered_counts -= 1
+            await asyncio.Event().wait()
         if self._failures:
             self._failures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted")
@@ -87,6 +93,19 @@ async def test_streams_go_on_when_the_channel_before_a_renewal_is_closed(
         master.settle_one()
         assert await asyncio.wait_for(run, LIMIT_S) == b"x"
         assert (await asyncio.wait_for(watch, LIMIT_S))[0].task_id == 7
+
+
+async def test_a_call_is_repeated_when_the_channel_before_a_renewal_is_closed(
+    master: TlsMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multigpu._transport.connection.UNARY_TIMEOUT_S", 0.1)
+    master.unanswered_counts = 1
+    async with multigpu.AsyncClient(master.address) as client:
+        unanswered = asyncio.create_task(client.count())
+        await until_async(lambda: master.counts == 1)
+        await master.renew_beside(client)
+        assert (await asyncio.wait_for(unanswered, LIMIT_S)).queued == 0
+    assert master.counts == 4
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a unary call"])
