@@ -192,6 +192,10 @@ def checked(tuning: Finetune, world_size: int) -> Finetune:
     for name, choices in CHOICES.items():
         if getattr(tuning, name) not in choices:
             raise ValueError(f"{name} is {getattr(tuning, name)!r}; it must be {', '.join(choices)}")
+    if type(world_size) is not int:
+        raise TypeError(f"world_size must be an int, not {world_size!r}")
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
     if tuning.strategy == "dp" and world_size > 1:
         raise ValueError("the strategy dp is one process: give world_size 1, or the strategy ddp")
     if tuning.batch % (world_size * tuning.accumulation):
