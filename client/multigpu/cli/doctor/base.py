@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu import AdminClient
+from multigpu.cli.driver_calls import ask_driver
 from multigpu.cli.failures import Failure
 from multigpu.cli.sdk_errors import failures
 from multigpu.config import config
@@ -73,7 +74,7 @@ class Host:
         """See nvml.survey. A driver that doesn't answer is an error, too."""
         argv = [sys.executable, "-m", "multigpu.cli.doctor.nvml"]
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=NVML_TIMEOUT_S, check=False)
+            done = ask_driver(argv, NVML_TIMEOUT_S)
             found = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             return {"error": f"the driver did not answer within {NVML_TIMEOUT_S:g} s", "hung": True}

@@ -13,6 +13,7 @@ from multigpu import _extras
 from multigpu._units import format_size
 from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
+from multigpu.cli.driver_calls import ask_driver
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import json_option
 from multigpu.cli.tables import Column
@@ -28,7 +29,7 @@ def ask_host(*arguments: str) -> dict[str, Any]:
         sys.exit(missing)
     argv = [sys.executable, "-m", "multigpu_worker.energy.main", *arguments]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = ask_driver(argv, TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise Failure(f"the NVIDIA driver did not answer within {TIMEOUT_S:g} s") from error
     if done.returncode != 0:

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 
+from multigpu.cli.driver_calls import ask_driver
+
 QUERY_TIMEOUT_S = 10.0
 
 
@@ -37,13 +39,7 @@ def gpu_uuids() -> list[str]:
     if tool is None:
         return []
     try:
-        answer = subprocess.run(
-            [tool, "--query-gpu=uuid", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=QUERY_TIMEOUT_S,
-            check=False,
-        )
+        answer = ask_driver([tool, "--query-gpu=uuid", "--format=csv,noheader"], QUERY_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:g} s") from error
     if answer.returncode != 0:
@@ -64,7 +60,8 @@ def amd_gpus() -> dict[str, str]:
         return {}
     argv = [sys.executable, "-m", "multigpu_worker.device.amd"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+        done = ask_driver(argv, QUERY_TIMEOUT_S)
+        done.check_returncode()
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"the AMD driver did not answer within {QUERY_TIMEOUT_S:g} s") from error
