@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import multigpu
+import pytest
+from multigpu import _ranks
 from multigpu._handling.attempts import Batch, Item
 from multigpu._handling.engine import Instances, engine_of
 from multigpu.handlers import registered_handlers
@@ -103,3 +105,32 @@ def test_a_batch_result_that_is_no_iterable_is_a_wrong_result() -> None:
     reporter = ScriptedReporter()
     run("engines.number", reporter, {1: b"1", 2: b"2"})
     assert reporter.ends == {1: "WrongResultType", 2: "WrongResultType"}
+
+
+@pytest.mark.parametrize("kind", ["engines.rank", "engines.async_rank"])
+def test_the_process_group_of_a_rank_ends_before_the_attempt(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """That of an asynchronous handler stayed, and its error did not wait for that of the rank which was the cause."""
+    reporter = ScriptedReporter()
+    ended: list[str] = []
+
+    def note(what: str) -> Callable[..., None]:
+        return lambda *_: ended.append(f"{what}, {len(reporter.ends)} reported")
+
+    monkeypatch.setattr(_ranks, "init_process_group", lambda *_: None)
+    monkeypatch.setattr(_ranks, "hold_back", note("held back"))
+    monkeypatch.setattr(_ranks, "destroy_process_group", note("no group"))
+
+    @multigpu.handler("engines.rank")
+    def rank(value: int) -> int:
+        multigpu.context().init_process_group()
+        return 1 // value
+
+    @multigpu.handler("engines.async_rank")
+    async def async_rank(value: int) -> int:
+        multigpu.context().init_process_group()
+        return 1 // value
+
+    run(kind, reporter, {1: b"1"})
+    run(kind, reporter, {2: b"0"})
+    assert ended == ["no group, 0 reported", "held back, 1 reported", "no group, 1 reported"]
+    assert reporter.ends == {1: b"1", 2: "ZeroDivisionError"}

@@ -1,7 +1,7 @@
 """Calls the user's handlers (multigpu.handlers), in the engine process of a worker or in multigpu.testing.LocalClient.
 
 A task runs in the thread that runs its batch. All async handlers share one event loop in a separate thread, so they can
-share connections; at most one per slot runs at a time.
+share connections; the calls of a batch run together, at most as many as the handler's `concurrency`.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class HandlerContext:
         self.device = device
         self.parameters = _ranks.own_parameters(parameters)
         self._place = _ranks.place_of(parameters)
-        self.grouped = False  # it has made a process group
+        self.grouped = False  # it has tried to make a process group
         self.task_id = item.task_id
         self.attempt = item.attempt
         self.checkpoint = item.checkpoint
@@ -220,16 +220,29 @@ class AsyncHandlerEngine(HandlerEngine):
 
     async def _report(self, batch: Batch, item: Item, reporter: Reporter) -> None:
         try:
-            args, kwargs = self._parameters.of(item.payload, batch.content_type)
-            current_context.set(HandlerContext(self._context.device, item, batch.parameters, reporter))
-            returned: Any = self._function(*args, **kwargs)
-            if inspect.isasyncgen(returned):
-                returned = _drive_async(returned, item, reporter)
-            result, content_type = _encode(await returned)
+            result, content_type = await self._result(batch, item, reporter)
         except BaseException as error:  # noqa: BLE001  as in HandlerEngine.run
             report_failure(self._handler, item, error, reporter)
         else:
             reporter.succeed(item, result, content_type)
+
+    async def _result(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
+        """As `_call`, on the event loop."""
+        args, kwargs = self._parameters.of(item.payload, batch.content_type)
+        context = HandlerContext(self._context.device, item, batch.parameters, reporter)
+        current_context.set(context)
+        try:
+            returned: Any = self._function(*args, **kwargs)
+            if inspect.isasyncgen(returned):
+                returned = _drive_async(returned, item, reporter)
+            return _encode(await returned)
+        except BaseException as error:
+            if context.grouped:
+                await asyncio.to_thread(_ranks.hold_back, error, lambda: context.cancelled)
+            raise
+        finally:
+            if context.grouped:
+                _ranks.destroy_process_group()
 
 
 class BatchHandlerEngine(HandlerEngine):

@@ -1,8 +1,8 @@
 """One channel to one master, and the errors of calls on it.
 
 Unary calls are safe to repeat (submits carry request_ids), but for a few of AdminService. So while the master doesn't
-answer they are repeated, with backoff and full jitter, until `connect_timeout_s` is over: a restart of the master is
-invisible. The Run and Watch streams reconnect by themselves.
+answer they are repeated, with backoff and full jitter, until `connect_timeout_s` or the timeout of the call is over: a
+restart of the master is invisible. The Run and Watch streams reconnect by themselves.
 """
 
 import asyncio
@@ -179,11 +179,11 @@ class Connection:
     async def unary(
         self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S, *, service: str = "stub"
     ) -> Any:
-        """Calls a method of a service by name. `timeout_s`: of everything. Raises MultigpuErrors."""
+        """Calls a method of a service by name. `timeout_s`: of all its attempts together. Raises MultigpuErrors."""
         end = time.monotonic() + timeout_s
         give_up = min(end, time.monotonic() + self.connect_timeout_s)
         failures = 0
-        once = method in _ONCE and await self.ready(min(timeout_s, self.connect_timeout_s))
+        not_repeatable = method in _ONCE and await self.ready(min(timeout_s, self.connect_timeout_s))
         while True:
             try:
                 call = getattr(getattr(self, service), method)
@@ -199,7 +199,7 @@ class Connection:
                 code, details = grpc.StatusCode.UNAVAILABLE, "the connection was closed"
             failures += 1
             delay_s = backoff_s(failures)
-            if once and code in _REPEATED:
+            if not_repeatable and code in _REPEATED:
                 failure = self.explain(grpc.StatusCode.UNAVAILABLE, details)
                 raise errors.UnavailableError(f"{failure}; the master may have done it: look before you repeat it")
             if code not in _REPEATED or time.monotonic() + delay_s > give_up:
