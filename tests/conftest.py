@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 # Shells that start a background job, and nohup, make it ignore SIGINT, and so all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +18,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Several tests run at once: OpenMP's threads of one test, which spin while they wait, would keep the cores from others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes depends on what else runs.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 _BEGIN_S = time.monotonic()
