@@ -29,6 +29,7 @@ from multigpu._calls.progress import ProgressBar
 from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
 from multigpu._calls.timeouts import CANCELLED, GOES_ON, pop_timeout, within
+from multigpu._encoding import RAW
 from multigpu._transport import forks
 from multigpu._transport.call import Answer, Call
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
@@ -187,10 +188,12 @@ class Core:
         self.connection.check()
         timeout_s = self._timeout_of(timeout_s)
         # A task that has ended may have left its request_id to another task, and one without can't be followed.
-        if not request_id or (await self.get(task_id, 0.0, timeout_s)).outcome is not None:
+        ended = (await self.get(task_id, 0.0, timeout_s)).outcome
+        if ended is None and not request_id:
             ended = await within(timeout_s, self._ended(task_id), lambda: "", GOES_ON)
+        if ended is not None:
             message = ended.message
-            types = message.partial_content_types or [""] * len(message.partials)
+            types = message.partial_content_types or [RAW] * len(message.partials)
             for data, content_type in zip(message.partials, types, strict=True):
                 yield Part(data, content_type)
             yield ended

@@ -11,7 +11,8 @@ KILL_TIMEOUT_S = 1.0
 def ask_driver(argv: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
     """Runs a program and returns its output. Raises subprocess.TimeoutExpired.
 
-    It does not wait for the end of the killed program, as subprocess.run does: the driver may hold it in the kernel.
+    Waits at most KILL_TIMEOUT_S for the end of a program that it has killed. subprocess.run waits without a limit, and
+    the driver may hold the program in the kernel.
     """
     pipe = subprocess.PIPE
     process = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, errors="replace")

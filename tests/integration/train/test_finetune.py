@@ -112,8 +112,8 @@ def test_the_result_is_served(client: multigpu.Client) -> None:
 
 
 def test_versions_are_counted_up(fleet: Fleet, client: multigpu.Client) -> None:
-    for version in (2, 3):
-        handle = client.finetune("versions", texts(100), steps_max=5, length=64, method="lora")
+    for version, every in ((2, 0), (3, 100)):  # also more than the steps
+        handle = client.finetune("versions", texts(100), steps_max=5, every=every, length=64, method="lora")
         assert handle.outcome().value()["finetuned"]["model"] == f"versions:{version}"
     folder = fleet.folder / "models" / "versions"
     assert sorted(entry.name for entry in folder.iterdir()) == ["1", "2", "3"]

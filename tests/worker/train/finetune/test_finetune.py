@@ -27,7 +27,7 @@ from multigpu_worker.engines.finetune.plan import Plan, plan_of
 from multigpu_worker.engines.finetune.publish import origin_of, publish, published
 from multigpu_worker.engines.finetune.settings import DivergedError, Settings
 from multigpu_worker.engines.finetune.trainer import Trainer
-from multigpu_worker.engines.finetune.training import _finish_files
+from multigpu_worker.engines.finetune.training import _diverged, _finish_files
 from multigpu_worker.repository.model import ModelSpec
 
 
@@ -198,6 +198,22 @@ def test_the_loss_of_an_evaluation_stays_no_number() -> None:
         model = functools.partial(_Output, torch.tensor(loss))
         found, *_ = trainer.prediction_step(model, {"labels": shown})
         assert float(found) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("losses", "diverged"),
+    [
+        ({}, False),
+        ({0: 3.0}, False),  # there was none after the beginning
+        ({0: 3.0, 5: math.nan, 10: math.inf}, True),
+        ({0: 3.0, 5: 2.5, 10: math.nan}, False),  # the best checkpoint is published
+    ],
+)
+def test_a_training_diverges_if_no_evaluation_after_its_beginning_is_finite(
+    losses: dict[int, float], *, diverged: bool
+) -> None:
+    history = [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
+    assert _diverged([*history, {"step": 10, "loss": 1.0}]) is diverged
 
 
 def test_weights_that_are_no_numbers_are_not_published(tmp_path: Path) -> None:

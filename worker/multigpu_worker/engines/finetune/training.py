@@ -1,6 +1,7 @@
 """A rank of a job that fine-tunes, from the texts to the published version."""
 
 import gc
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     state.wait_for_everyone()
     state.destroy_process_group()  # other ranks would wait for the files of a large model longer than NCCL lets them
     if state.is_main_process:
-        if evaluated and not any(step for step, _ in reports.evaluations):
+        if _diverged(trainer.state.log_history):
             raise DivergedError
         found: dict[str, Any] = {
             "base": settings.spec.id,
@@ -216,6 +217,12 @@ def _trainer(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
+
+
+def _diverged(log_history: Sequence[dict[str, Any]]) -> bool:
+    """Whether there were evaluations after the first step, and none of them had a finite loss."""
+    losses = [entry["eval_loss"] for entry in log_history if "eval_loss" in entry and entry["step"]]
+    return bool(losses) and not any(map(math.isfinite, losses))
 
 
 def _measured(
