@@ -200,7 +200,9 @@ def _is_healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
-        return connection.getresponse().status == http.client.OK
+        # Closed here: a finalizer would drop the KeyboardInterrupt of a Ctrl-C that comes while it runs.
+        with connection.getresponse() as response:
+            return response.status == http.client.OK
     except (OSError, http.client.HTTPException):
         return False
     finally:
