@@ -1,8 +1,8 @@
 """The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
-All of it runs in the event loop's thread. It never waits for the disk to write: entries for the journal go to
-write_buffer.py, dispatch does not wait for them, and outcomes wait only as `is_cancelled` says. It does read
-request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
+All of it runs in the event loop's thread. It never waits for a write to the disk: entries for the journal go to
+write_buffer.py, and dispatch does not wait for them; of the outcomes, only cancellations do (see `is_cancelled`). It
+does read request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
 """
 
 import asyncio
@@ -226,7 +226,7 @@ class Driver:
 
         `deferred`: the caller acknowledges no submits, so tasks may be written as late as their outcomes; ignored if a
         task replaces a dead letter. `replaces`: by request_id, the dead letter that is deleted with the task's write.
-        An ephemeral task is not written, and deletes none: it would be lost with the master, and the dead letter too.
+        An ephemeral task is not written and deletes no dead letter: a restart of the master would lose both.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))

@@ -158,9 +158,9 @@ class WriteBuffer:
         self._deferral_timer = again
 
     def _end_deferrals(self, until_s: float) -> None:
-        """Puts the tasks that are deferred until `until_s` into the order of entries: first these tasks, on which
-        others may depend; then the lingering entries; then the callbacks of these tasks. So a submit that has joined
-        another call's task is answered once that task is written or rejected.
+        """Adds the tasks whose deferral ends by `until_s` to the lingering entries: the tasks in front, because other
+        entries may depend on them; their callbacks at the end, so that a submit that has joined another call's task is
+        answered after that task is written or rejected.
         """
         tasks: list[Task] = []
         callbacks: list[Done] = []

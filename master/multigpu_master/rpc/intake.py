@@ -103,14 +103,14 @@ class Intake:
             request_id = candidate.request_id
             live, stored = self._driver.core.ledger.requests.get(request_id), known.get(request_id)
             queue = live.spec.queue if live is not None else stored.queue if stored is not None else None
-            if queue is not None and not caller.may_see(queue):
+            if queue is not None and not caller.may_use_queue(queue):
                 return REQUEST_ID_IN_USE
         return candidate
 
 
 def _charge_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
     """Returns why the caller may not submit these tasks. None: it may, and its rate is charged."""
-    if not caller.may_see(queue):
+    if not caller.may_use_queue(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
     if (delay_s := caller.charge(count, now)) is not None:
         return ev.Rejection(

@@ -48,7 +48,7 @@ class Token:
     _level: float = 0.0
     _level_s: float = 0.0
 
-    def may_see(self, queue: str) -> bool:
+    def may_use_queue(self, queue: str) -> bool:
         return self.queues is None or queue in self.queues
 
     def may_use_id(self, worker_id: str) -> bool:
