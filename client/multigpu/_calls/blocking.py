@@ -189,7 +189,7 @@ class BlockingCore:
 
     def _iterate(self, generator: AsyncGenerator[T, None]) -> SyncIterator[T]:
         self._thread.check()
-        return SyncIterator(generator, self._wait)
+        return SyncIterator(generator, self._wait, self._thread)
 
     def _interruptible(self, items: Iterator[T]) -> Generator[T, None, None]:
         """Yields the items; after Ctrl-C, waits until the master has confirmed the cancellations."""
@@ -234,10 +234,11 @@ class SyncIterator(Iterator[T]):
     the loop's asyncgen hooks do that.
     """
 
-    def __init__(self, generator: AsyncGenerator[T, None], wait: Wait) -> None:
-        """`wait`: runs a coroutine on the loop thread and returns its result, or raises ClientClosedError."""
+    def __init__(self, generator: AsyncGenerator[T, None], wait: Wait, thread: LoopThread) -> None:
+        """`wait`: runs a coroutine on the thread and returns its result, or raises ClientClosedError."""
         self._generator = generator
         self._wait = wait
+        self._thread = thread
         self._ended = False
         # The pending `_next`.
         self._waiter: asyncio.Task[Any] | None = None
@@ -257,11 +258,14 @@ class SyncIterator(Iterator[T]):
         return item  # type: ignore[no-any-return]  # _END is the only one that is no T
 
     def close(self) -> None:
-        """Harmless when it is closed or at its end."""
+        """Begins to close the generator. Harmless when it is closed or at its end.
+
+        Does not wait for the thread: the garbage collector, on any thread, may close a generator that uses this one.
+        """
         if not self._ended:
             self._ended = True
             with contextlib.suppress(ClientClosedError):
-                self._wait(self._close())
+                self._thread.submit(self._close())
 
     async def _next(self) -> Any:
         self._waiter = asyncio.current_task()

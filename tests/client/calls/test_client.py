@@ -302,6 +302,26 @@ def test_a_collected_client_does_not_wait_for_its_thread() -> None:
     assert acquired == [True]
 
 
+def test_a_collected_generator_does_not_wait_for_its_thread() -> None:
+    """It was a deadlock when the garbage collector ran on the client's own thread."""
+    with ThreadedMaster() as master:
+        master.watched = scripted_outcomes(2)
+        client = multigpu.Client(master.address)  # not closed if the test fails: that would wait for ever
+        outcomes = client.watch()
+        next(outcomes)
+        dropped, collected = [outcomes], threading.Event()
+        del outcomes
+
+        def collect() -> None:
+            dropped.clear()
+            collected.set()
+
+        client._core._thread.loop.call_soon_threadsafe(collect)
+        assert collected.wait(20)
+        assert client.run("echo", 1) == 1
+        client.close()
+
+
 def test_a_client_collected_on_its_own_loop_thread_ends() -> None:
     with ThreadedMaster() as master:
         client = multigpu.Client(master.address)
