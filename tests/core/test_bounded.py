@@ -1,5 +1,7 @@
 """One event stays short, however many tasks there are."""
 
+import gc
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -10,7 +12,7 @@ from multigpu_master.core.spec import Spec
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import DUE_MAX, SWEEP_MIN, Expiries, TimeLimit
 
-from tests.core.stage import Stage, lease_of, state_of
+from tests.core.stage import FAILED, SPEC, Stage, lease_of, leased, state_of
 
 BLOCK = 1 << BLOCK_BITS
 
@@ -60,7 +62,7 @@ def test_instants_of_tasks_that_have_ended_are_swept_a_few_at_a_time_and_the_res
         when_s = rng.random()
         expiries.at(when_s, each, TimeLimit.DEADLINE)
         if rng.random() < 0.95:
-            tasks.discard(task_id)
+            tasks.discard(each)
         else:
             alive.append((when_s, task_id))
     assert len(expiries._heap) + len(expiries._old) < 6 * SWEEP_MIN
@@ -85,7 +87,8 @@ def test_the_table_of_tasks_is_read_newest_first_while_tasks_come_and_go() -> No
     for block in tasks.blocks_before(2 * BLOCK):
         seen += [t.task_id for t in block]
         for other in (BLOCK + 1, 1):
-            tasks.discard(other)
+            if (found := tasks.get(other)) is not None:
+                tasks.discard(found)
         tasks.add(task(10**9 + len(seen)))
     assert seen == sorted((i for i in ids if i < 2 * BLOCK and i != 1), reverse=True)
 
@@ -122,3 +125,15 @@ def test_explain_visits_some_tasks_and_classes_and_estimates_the_rest(
     explanation = explaining.explain(stage.core, last, stage.now)
     assert explanation.ahead == classes * tasks
     assert explanation.summary.endswith(f"; {explanation.ahead} task(s) go before it")
+
+
+def test_a_task_that_ends_in_its_pause_does_not_stay_in_memory_until_the_pause_would_end() -> None:
+    stage, task = leased(replace(SPEC, backoff_initial_s=1e6, backoff_max_s=1e6))
+    stage.report(lease_of(task), FAILED)
+    stage.handle(ev.Cancel([task]))
+    stage.handle(ev.SettlesCommitted([task]))
+    stage.worker()  # a new session of the worker, which no longer remembers the lease
+    task_id = task.task_id
+    del task
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Task) and each.task_id == task_id]

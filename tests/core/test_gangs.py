@@ -1,5 +1,6 @@
 """Gangs: all ranks or none."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Energy, Lease, OutcomeState, Task, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.placement.gangs import RESERVED_S, pack
+from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, outcome_of, state_of
@@ -502,3 +504,26 @@ def test_a_gang_whose_rank_0_has_ended_is_past_its_queue_timeout() -> None:
     assert gang.outcome is None
     stage.report(second)
     assert state_of(gang) is OutcomeState.SUCCEEDED
+
+
+@pytest.mark.parametrize("run_s", [70.0, 650.0])
+def test_a_gang_begins_beside_tasks_that_run_for_longer_than_a_reservation(run_s: float) -> None:
+    """It never did: a reservation ended before its back-fill did, and the workers got other tasks of this length."""
+    stage = Stage(limits=Limits(session_timeout_s=1e9))
+    a, b = host(stage, "a", "b")
+    others = stage.submit(200)
+    (gang,) = stage.submit(spec=replace(PAIR, priority=1))
+    ends_s = {a: stage.now + run_s / 2, b: stage.now + run_s}
+    while gang.lease is None and others:
+        due_s = stage.core.next_timer_s() or math.inf
+        worker = min(ends_s, key=lambda each: ends_s[each])
+        if ends_s[worker] > due_s:
+            stage.handle(ev.Tick(), due_s - stage.now)
+        else:
+            stage.now = ends_s.pop(worker)
+            stage.report(next(iter(worker.leases.values())), after_s=0.0)
+        for each in (a, b):
+            if each.leases and each not in ends_s:
+                ends_s[each] = stage.now + run_s
+        others = [task for task in others if task.outcome is None]
+    assert gang.lease is not None

@@ -1,6 +1,6 @@
 """Tasks that the journal rejected, and what comes after them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,18 @@ from multigpu_master.core.identity import ALREADY_EXISTS
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.spec import Spec
 
-from tests.core.stage import Stage, lease_of, state_of
+from tests.core.stage import FAILED, SPEC, Stage, lease_of, leased, state_of
+
+
+@dataclass
+class SharedPayload:
+    """A payload in a shared file."""
+
+    size: int
+    crc: int  # -1: its sender gave none
+
+    def __len__(self) -> int:
+        return self.size
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
@@ -87,3 +98,33 @@ def test_a_request_id_stands_for_one_task(durable: bool, ended: bool) -> None:
     assert answer(b"payload", durable=False) is first
     if not durable:
         assert "EPHEMERAL" in answer(b"payload", durable=True).message
+
+
+def test_an_ephemeral_task_without_a_known_crc_is_the_same_as_its_resubmit_after_its_end_too() -> None:
+    stage = Stage()
+    stage.worker()
+    spec = replace(SPEC, durable=False)
+    (answer,) = stage.submitted([Task(spec, "r", SharedPayload(7, -1))], 0).results
+    assert isinstance(answer, Task)
+    stage.report(lease_of(answer))
+    assert answer.payload == b""
+    assert stage.submitted([Task(spec, "r", b"payload")]).results == [answer]
+
+
+def test_a_requeued_dead_letter_is_not_forgotten_with_the_task_whose_id_it_has() -> None:
+    stage, task = leased(replace(SPEC, attempts_max=1))
+    stage.report(lease_of(task), FAILED)
+    stage.handle(ev.SubmitFailed([task]))  # the outcome is still on its way to the disk
+    again = Task(task.spec, "", b"payload", task_id=task.task_id)
+    stage.submitted([again])
+    stage.handle(ev.SettlesCommitted([task]))
+    assert stage.core.ledger.tasks.get(again.task_id) is again
+
+
+def test_an_outcome_is_kept_for_its_time_after_the_report_however_wrong_the_workers_clock_is() -> None:
+    stage, task = leased(replace(SPEC, durable=False, result_ttl_s=60.0))
+    stage.report(lease_of(task), after_s=600.0, clock_s=stage.now)
+    stage.handle(ev.Tick(), 59.0)
+    assert task.task_id in stage.core.ledger.tasks
+    stage.handle(ev.Tick(), 2.0)
+    assert task.task_id not in stage.core.ledger.tasks

@@ -304,6 +304,21 @@ def test_a_cordoned_worker_is_not_forgotten_to_make_room() -> None:
     assert len(core.fleet.workers) == LOST_WORKERS_MAX + 1
 
 
+def test_a_restart_forgets_no_worker_that_was_connected() -> None:
+    """Beyond the limit of lost workers, those with the first names were forgotten, with their quarantine and pins."""
+    core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
+    names = [f"a{n}" for n in range(50)]
+    for name in names:
+        core.handle(ev.RegisterWorker(WorkerInfo(worker_id=name), None, True, True, 1, ("m",)), 10.0)
+    for n in range(LOST_WORKERS_MAX):
+        core.handle(ev.RegisterWorker(WorkerInfo(worker_id=f"z{n}")), 10.0)
+    for n, name in enumerate(("new1", "new2", *names)):
+        core.handle(ev.Hello(n + 1, WorkerInfo(worker_id=name), []), 11.0)
+    workers = [core.fleet.workers[name] for name in names]
+    assert all(w.quarantined and w.residency.operator_pins for w in workers)
+    assert len(core.fleet.workers) == LOST_WORKERS_MAX + 50, "of the others, one for each new worker"
+
+
 @pytest.mark.parametrize("name", ["x" * 129, "a\0b"])
 @pytest.mark.parametrize("method", ["PauseQueue", "SetQueueLimits", "SetStrategy"])
 def test_rules_for_an_invalid_queue_name_are_rejected(local: LocalMaster, method: str, name: str) -> None:

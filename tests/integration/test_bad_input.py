@@ -68,6 +68,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
         ({"parameters": {"k": "v" * (64 << 10)}}, "put data in the payload"),
         ({"run_timeout": Duration(seconds=-1)}, "run_timeout is -1 s; it must be above zero"),
         ({"queue_timeout": Duration()}, "queue_timeout is 0 s"),
+        ({"queue_timeout": Duration(nanos=999_999)}, "queue_timeout is 0.000999999 s; it must be at least 0.001 s"),
         ({"payload": bytes((1 << 20) + 1)}, "payload_bytes_max"),
     ],
 )

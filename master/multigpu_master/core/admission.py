@@ -64,14 +64,16 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     if not workers:
         return "no worker has joined this master yet; start one"
     wait = "start one that can" if queued else "start one that can, or set wait_for_worker to queue the task until then"
-    failed = fleet.load_error(spec.model) if spec.model else None
+    capabilities = [c for w in workers for c in w.info.capabilities if c.kind == spec.kind]
+    offered = any(spec.model in c.models for c in capabilities)
+    failed = fleet.load_error(spec.model) if spec.model and not offered else None
     if failed is not None:
         worker, error = failed
         return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; fix the model, or {wait}"
     kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
     if spec.kind not in kinds:
         return f"no worker runs kind {spec.kind!r}{_near(spec.kind, kinds)} (the fleet runs {_listed(kinds)}); {wait}"
-    models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
+    models = sorted({m for c in capabilities for m in c.models})
     if spec.model and models and spec.model not in models:
         there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"

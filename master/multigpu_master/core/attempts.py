@@ -70,7 +70,7 @@ class Attempts:
             OutcomeState.DEAD_LETTERED if error.retryable else OutcomeState.FAILED, finish_s, error=error,
             dispatch_s=dispatch_s, start_s=start_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
         )  # fmt: skip
-        self._ledger.settle(task, outcome)
+        self._ledger.settle(task, outcome, now)
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
         """Requeues the task without charge, and counts the loss. After more than LOSSES_MAX losses the task becomes a
@@ -102,7 +102,7 @@ class Attempts:
             OutcomeState.DEAD_LETTERED, now, error=error,
             dispatch_s=lease.dispatch_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
         )  # fmt: skip
-        self._ledger.settle(task, outcome)
+        self._ledger.settle(task, outcome, now)
 
     def worker_lost(self, lease: Lease, now: float) -> None:
         worker_id = lease.worker.worker_id
@@ -179,7 +179,7 @@ class Attempts:
             outcome.dispatch_s, outcome.start_s = lease.stages(lease.run_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
         self.detach(task, error.message)
-        self._ledger.settle(task, outcome)
+        self._ledger.settle(task, outcome, now)
 
     def detach(self, task: Task, why: str) -> None:
         """Revokes the lease of a leased task. Removes a waiting task from its resource class."""
@@ -262,13 +262,16 @@ class Attempts:
     def pause(self, task: Task, now: float, after_s: float) -> None:
         """Puts a task, which must be in no resource class now, back into its class after `after_s` seconds."""
         not_before_s = task.ensure_extra().not_before_s = now + after_s
+        task_id = task.task_id
 
         def put_back(_now: float) -> None:
-            extra = task.extra
-            assert extra is not None, "pause() has created it"
-            if task.task_id and task.outcome is None and extra.not_before_s == not_before_s:
-                extra.not_before_s = 0.0
-                self._ledger.classes.put_back(self._ledger.class_of(task), task)
+            # By task_id: with a reference, a task that ends meanwhile would stay in memory until the end of the pause.
+            task = self._ledger.tasks.get(task_id)
+            extra = task.extra if task is not None else None
+            if task is None or extra is None or task.outcome is not None or extra.not_before_s != not_before_s:
+                return
+            extra.not_before_s = 0.0
+            self._ledger.classes.put_back(self._ledger.class_of(task), task)
 
         self._timers.at(not_before_s, put_back)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from multigpu_master.core.identity import payload_crc
-from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.model import Task
 from multigpu_master.core.timers import DUE_MAX, Timers
 
 # Assumed size of the objects of a settled task, without the result, the payload and the partial outputs.
@@ -30,14 +30,14 @@ class EphemeralOutcomes:
         self._heap: list[tuple[float, int, Task]] = []  # (when the task expires, task_id, task)
         self._due_s = math.inf  # when the timer fires
 
-    def keep(self, task: Task) -> None:
-        """Keeps a settled task. Beyond the limit of bytes, forgets the tasks that would expire first."""
+    def keep(self, task: Task, now: float) -> None:
+        """Keeps a task that has settled now. Beyond the limit of bytes, forgets the tasks that would expire first."""
         assert task.outcome is not None, "keep needs a settled task"
-        if task.outcome.state is not OutcomeState.DEAD_LETTERED:
-            if task.request_id:
-                payload_crc(task)  # stores the CRC in the task: resubmits are compared with it once the payload is gone
-            task.payload = b""
-        expire_s = task.outcome.finish_s + task.spec.result_ttl_s
+        if task.request_id:
+            payload_crc(task)  # stores the CRC in the task: resubmits are compared with it once the payload is gone
+        task.payload = b""
+        # Not from finish_s: that is a time of the worker's clock, and the report may have come much later.
+        expire_s = now + task.spec.result_ttl_s
         heappush(self._heap, (expire_s, task.task_id, task))
         self.size_bytes += settled_bytes(task)
         while self.size_bytes > self._bytes_max:

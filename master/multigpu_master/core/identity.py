@@ -16,15 +16,20 @@ from multigpu_master.core.model import OutcomeState, Task
 ALREADY_EXISTS = 6
 
 SPEC_BITS = 31
+# Values of Task.payload_crc below zero.
+NOT_COMPUTED, UNKNOWN = -1, -2
 # Stored in place of the fingerprint of a withdrawn task, whose request_id is free.
 FREE = -1
 
 
 def payload_crc(task: Task) -> int:
-    """The CRC-32 of a task's payload; below zero if the payload is in a shared file without a known CRC."""
-    if task.payload_crc < 0:
+    """The CRC-32 of a task's payload; UNKNOWN if the payload was in a shared file when this was first called, and its
+    sender gave no CRC.
+    """
+    if task.payload_crc == NOT_COMPUTED:
         payload = task.payload
-        task.payload_crc = zlib.crc32(payload) if isinstance(payload, bytes) else payload.crc
+        crc = zlib.crc32(payload) if isinstance(payload, bytes) else payload.crc
+        task.payload_crc = crc if crc >= 0 else UNKNOWN
     return task.payload_crc
 
 

@@ -201,7 +201,7 @@ class Ledger:
         extra.partials_bytes += grown
         self.unsettled_bytes += grown
 
-    def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
+    def succeed(self, worker: Worker, leases: Sequence[Lease], now: float) -> list[Task]:
         """Moves the leases' tasks from leased to settled, and returns them. The caller has removed the leases from
         worker.leases, and has set the outcomes.
         """
@@ -235,10 +235,10 @@ class Ledger:
         self._commands.settled(tasks)
         for task in tasks:
             if not task.spec.durable:
-                self.ephemeral.keep(task)
+                self.ephemeral.keep(task, now)
         return tasks
 
-    def settle(self, task: Task, outcome: Outcome) -> None:
+    def settle(self, task: Task, outcome: Outcome, now: float) -> None:
         """Settles a queued task that is in no class, without success."""
         assert task.outcome is None, "a task is settled once"
         self.remove_from_counts(task)
@@ -257,7 +257,7 @@ class Ledger:
         if task.spec.durable:
             self.uncommitted_bytes += settled_bytes(task)
         else:
-            self.ephemeral.keep(task)
+            self.ephemeral.keep(task, now)
 
     def remove_from_counts(self, task: Task) -> None:
         """No longer counts a queued task, which must be in no class."""
@@ -274,6 +274,6 @@ class Ledger:
         self.forget(task)
 
     def forget(self, task: Task) -> None:
-        self.tasks.discard(task.task_id)
+        self.tasks.discard(task)
         if self.requests.get(task.request_id) is task:
             del self.requests[task.request_id]

@@ -105,6 +105,7 @@ class Extra:
     begun: bool = False  # whether an attempt that is not charged had begun, or one of a gang under an earlier master
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     sick_returns: int = 0  # times that a device fell sick while it ran the task
+    reservations_expired: int = 0  # of a gang: reservations that ended before it could begin
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
     avoid_device_or_worker: str = ""

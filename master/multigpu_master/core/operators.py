@@ -1,4 +1,6 @@
-"""Handles events of operators: cordon, drain, forget, models, strategies, queues. The caller has checked all names."""
+"""Handles events of operators (cordon, drain, forget, models, strategies, queues), whose names the caller has checked,
+and registers the workers that the journal knows when a master starts.
+"""
 
 from dataclasses import replace
 
@@ -24,16 +26,14 @@ class Operators:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, event: ev.RegisterWorker, now: float) -> None:
-        gone = self._fleet.evict_lost_worker_for(event.info.worker_id)
-        if gone is not None:
-            self._commands.worker_changed(gone, save=True, gone=True)
         worker = self._fleet.register(event.info)
         worker.cordon = event.cordon
         self._end_drain_at_deadline(worker)
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
         worker.residency.operator_pins = dict.fromkeys(event.pins)
-        worker.heard_s = now
         if event.expected:
+            # Of the other workers it is unknown when they were last heard: new workers evict those first.
+            worker.heard_s = now
             self._hold.expect(worker.worker_id)
 
     def cordon(self, event: ev.Cordon, now: float) -> None:

@@ -29,10 +29,12 @@ class TaskTable:
     def add(self, task: Task) -> None:
         self._blocks[task.task_id >> BLOCK_BITS][task.task_id] = task
 
-    def discard(self, task_id: int) -> None:
+    def discard(self, task: Task) -> None:
+        """Removes the task if it is in the table. A requeued dead letter has the id of the task that ended."""
+        task_id = task.task_id
         block = self._blocks.get(task_id >> BLOCK_BITS)
-        if block is not None:
-            block.pop(task_id, None)
+        if block is not None and block.get(task_id) is task:
+            del block[task_id]
             if not block:
                 del self._blocks[task_id >> BLOCK_BITS]
 

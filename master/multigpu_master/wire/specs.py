@@ -19,6 +19,8 @@ BACKOFF_INITIAL_S, BACKOFF_MAX_S = 0.1, 30.0
 DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
 PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
 WORLD_SIZE_MAX = 1024
+# A shorter timeout could end a task in the event that submits it, before the task is written to the journal.
+TIMEOUT_MIN_S = 0.001
 # Specs up to SMALL_BYTES are bounded by the limit of queued tasks; larger ones by their total size in each queue.
 SMALL_BYTES = 1 << 10
 LARGE_BYTES_MAX = 64 << 20
@@ -141,8 +143,8 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         labels=tuple(sorted(m.required_labels.items())),
         memory_bytes=m.required_device_memory_bytes,
         deadline_s=seconds_of(m.deadline) + skew_s if m.HasField("deadline") else None,
-        queue_timeout_s=_duration(m, "queue_timeout"),
-        run_timeout_s=_duration(m, "run_timeout"),
+        queue_timeout_s=_duration(m, "queue_timeout", TIMEOUT_MIN_S),
+        run_timeout_s=_duration(m, "run_timeout", TIMEOUT_MIN_S),
         attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,
         backoff_initial_s=initial_s,
         backoff_max_s=max(initial_s, _duration(m, "backoff_max") or BACKOFF_MAX_S),
@@ -159,12 +161,14 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     )
 
 
-def _duration(m: task_pb2.TaskSpec, field: str) -> float | None:
+def _duration(m: task_pb2.TaskSpec, field: str, at_least_s: float = 0.0) -> float | None:
     if not m.HasField(field):
         return None
     value = seconds_of(getattr(m, field))
     if not value > 0 or not math.isfinite(value):
         raise InvalidMessageError(f"{field} is {value:g} s; it must be above zero, or absent")
+    if value < at_least_s:
+        raise InvalidMessageError(f"{field} is {value:g} s; it must be at least {at_least_s:g} s, or absent")
     return value
 
 

@@ -1,6 +1,7 @@
 """Which models get a place where, one rule a story."""
 
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -123,6 +124,30 @@ def test_a_lease_that_waits_for_a_model_is_not_recalled_for_the_worker_that_load
     assert recalled() == []
     has = ("a",)
     assert recalled() == [waiting.lease_id], "for the worker that has the model by now"
+
+
+def test_a_lease_whose_model_is_loaded_again_is_recalled_for_a_worker_that_has_it(stage: Models) -> None:
+    """Only workers with more leases than slots were looked at, unless the model was being loaded at the grant."""
+    stage.offer("w1")
+    stage.says("a", name="w1")
+    lease = lease_of(stage.ask("a"))
+    stage.says(Resident(model="a", state=ModelState.LOADING), name="w1", after_s=1.0)  # its engine died
+    stage.offer("w2")
+    commands = [c for _ in range(10) for c in stage.says("a", name="w2", after_s=0.1)]
+    assert [c.lease_ids for c in commands if isinstance(c, ev.Recall)] == [[lease.lease_id]]
+
+
+def test_a_model_that_fails_on_one_worker_is_no_reason_if_another_offers_it(stage: Models) -> None:
+    broken = WorkerInfo(
+        worker_id="broken", capabilities=(Capability(kind="run"),), models=(Model(name="a", error="its file is torn"),)
+    )
+    stage.join(broken)
+    stage.offer()
+    elsewhere = replace(spec("a", labels=(("zone", "x"),)), wait_for_worker=False)
+    (answer,) = stage.submitted([Task(elsewhere, "", b"")]).results
+    assert isinstance(answer, ev.Rejection)
+    assert "w: needs the label zone=x" in answer.message
+    assert "torn" not in answer.message
 
 
 def test_a_model_larger_than_all_room_is_the_workers_to_reject(stage: Models) -> None:

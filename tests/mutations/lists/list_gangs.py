@@ -119,7 +119,7 @@ GANGS = (
         "    if False:  # a rank",
     ),
     obstacles("a gang's own model is unloaded for it", " if model.model != own]", "]"),
-    gangs("busy workers are not reserved", "            self._reserve(backlog, able, now)", "            pass"),
+    gangs("busy workers are not reserved", "            self._reserve(backlog, task, able, now)", "            pass"),
     gangs("waiting leases of reserved workers are not recalled", "            self._commands.recall(worker, waiting)"),
     gangs(
         "leases that run are recalled",
@@ -128,6 +128,12 @@ GANGS = (
         checker="gangs in seeds",
     ),
     gangs("a reservation lasts for ever", "lambda at_s: self._expire(number, at_s)", "lambda at_s: None"),
+    gangs(
+        "long tasks postpone a gang for ever",
+        "RESERVED_S * 2.0**expired",
+        "RESERVED_S",
+        checker="core/test_gangs.py::test_a_gang_begins_beside_tasks_that_run_for_longer_than_a_reservation",
+    ),
     gangs(
         "a gang without workers does not pause",
         "            self._attempts.pause(task, now, RESERVED_S)",

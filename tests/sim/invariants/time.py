@@ -179,7 +179,7 @@ class Time:
                     self._taken.pop(task, None)
                     self._begun.pop(task, None)
                     if not task.spec.durable and task.outcome is not None:
-                        until_s = self._ephemeral[task] = task.outcome.finish_s + task.spec.result_ttl_s
+                        until_s = self._ephemeral[task] = now + task.spec.result_ttl_s
                         self._all_forgotten_s = max(self._all_forgotten_s, until_s)
         if core.ledger.ephemeral.size_bytes > core.ledger.limits.ephemeral_bytes_max:
             raise ViolationError(f"ephemeral outcomes take {core.ledger.ephemeral.size_bytes} bytes")

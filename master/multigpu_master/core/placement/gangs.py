@@ -4,14 +4,16 @@ A gang gets all its leases at once or none, on workers that hold no other lease,
 until the gang ends. If too few workers are idle, the gang's backlog reserves as many workers as it needs: their present
 leases run on, and new ones are granted only as back-fill, see below. One backlog at a time has a reservation, so two
 gangs cannot each hold half of what they need; a gang that finds enough other idle workers begins without one. If no
-gang could begin within RESERVED_S, the reservation ends, the first gang pauses for RESERVED_S, and other tasks run.
+gang could begin within RESERVED_S, the reservation ends and the first gang pauses for RESERVED_S; meanwhile other gangs
+may reserve workers, and other tasks run. The next reservation for this gang lasts twice as long, so that tasks which
+run for longer than RESERVED_S cannot keep it from beginning for ever.
 
 A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size; a
 reservation is of world_size_min workers. When a smaller gang has saved a checkpoint and another worker is idle, the
 attempt is interrupted, uncharged, and begins again with more workers; only the work since the checkpoint is lost.
 
-Back-fill: while any reserved worker has a lease from before the reservation, the reserved workers without such a lease
-may get leases for their slots. These delay the gang by at most the time that one such lease runs.
+Back-fill: while a reserved worker has a lease from before the reservation, the other reserved workers may get new
+leases, as many as they have slots. The longest of these bounds the gang's delay.
 
 Each rank needs a device of its own: NCCL does not accept two ranks on one device.
 """
@@ -52,8 +54,9 @@ class Gangs:
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
         self._number = 0  # number of reservations so far
-        # The task that was interrupted to grow, when, and on which workers: their last telemetry shows its memory.
-        self._growing: tuple[Task | None, float, dict[Worker, None]] = (None, 0.0, {})
+        # The task_id of the last gang that was interrupted to grow, the time, and its workers: their telemetry still
+        # counts the gang's own memory as used.
+        self._growing: tuple[int, float, dict[Worker, None]] = (0, 0.0, {})
 
     def update(self) -> None:
         """Call before dispatch. Ends the reservation if no gang waits for it; else limits the leases of its workers."""
@@ -81,7 +84,7 @@ class Gangs:
         shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
         growing, since_s, workers = self._growing
-        own = workers if growing is task and since_s == now else {}
+        own = workers if growing == task.task_id and since_s == now else {}
         able = self._able(backlog.strategy, shape, mine, own)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
@@ -90,12 +93,12 @@ class Gangs:
             if self._key == backlog.key:
                 self._end()
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
-        # A worker without leases and occupied slots that is not idle lacks memory, for an unknown time: do not reserve
-        # it. If it is reserved already, keep it: its last task may not have freed its memory yet.
+        # A worker without leases and occupied slots that is not in `idle` lacks memory, for an unknown time: do not
+        # reserve it. If it is reserved already, keep it: its last task may not have freed its memory yet.
         able = [worker for worker in able if worker.leases or worker.occupied_slots or worker in idle or worker in mine]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
-            self._reserve(backlog, able, now)
+            self._reserve(backlog, task, able, now)
         return None
 
     def _able(
@@ -126,7 +129,7 @@ class Gangs:
         devices = {worker.device_key for worker in own}
         able = [worker for worker in self._able(strategy, shape) if worker.device_key not in devices]
         if any(_is_idle(worker, shape) for worker in able) and not self._waits_for(task, own):
-            self._growing = task, now, own
+            self._growing = task.task_id, now, own
             self._attempts.interrupt(lease, MORE_WORKERS, now)
 
     def _waits_for(self, task: Task, workers: Container[Worker]) -> bool:
@@ -139,8 +142,11 @@ class Gangs:
                 return True
         return False
 
-    def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
-        """Reserves world_size_min of the `able` workers for a backlog, first those that it has reserved already."""
+    def _reserve(self, backlog: Backlog, task: Task, able: Iterable[Worker], now: float) -> None:
+        """Reserves world_size_min of the `able` workers for a backlog, first those that it has reserved already.
+
+        `task` is the first of the backlog.
+        """
         size = backlog.shape.world_size_min
         kept = [worker for worker in able if worker in self._reserved]
         others = [worker for worker in able if worker not in self._reserved]
@@ -149,7 +155,8 @@ class Gangs:
             self._key = backlog.key
             self._first_id = self._peek_id()
             number = self._number = self._number + 1
-            self._timers.at(now + RESERVED_S, lambda at_s: self._expire(number, at_s))
+            expired = task.extra.reservations_expired if task.extra is not None else 0
+            self._timers.at(now + RESERVED_S * 2.0**expired, lambda at_s: self._expire(number, at_s))
         for worker in self._reserved:
             if worker not in wanted:
                 self._end_worker_reservation(worker)
@@ -172,6 +179,7 @@ class Gangs:
         self._end()
         task = backlog.head() if backlog is not None else None
         if task is not None:
+            task.ensure_extra().reservations_expired += 1
             self._ledger.classes.remove(self._ledger.class_of(task), task)
             self._attempts.pause(task, now, RESERVED_S)
 

@@ -46,8 +46,8 @@ class Recalls:
         self._armed = False  # whether the timer of the next check is set
 
     def watch(self, worker: Worker, now: float) -> None:
-        """Call when a worker was granted leases, or has fewer slots for leases. If leases may wait
-        there, the checks include the worker from now on.
+        """Call when a worker was granted leases, has fewer slots for leases, or may have begun to load a model. If
+        leases may wait there, the checks include the worker from now on.
         """
         if _has_waiting_leases(worker):
             self._checked[worker] = None

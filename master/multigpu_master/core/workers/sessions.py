@@ -155,8 +155,7 @@ class Sessions:
         fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
         worker.occupied_slots = event.occupied_slots
-        if worker.occupied_slots:
-            self._recalls.watch(worker, now)
+        self._recalls.watch(worker, now)
         self._commands.worker_changed(worker)
 
     def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
@@ -248,7 +247,7 @@ class Sessions:
                 elif not self._rank_succeeded(lease, lease.gang, outcome, event.device_s, energy.get(lease_id)):
                     leases.pop()
         self._ledger.counters.stale_reports += stale
-        return self._ledger.succeed(worker, leases)
+        return self._ledger.succeed(worker, leases, now)
 
     def _rank_succeeded(
         self, lease: Lease, gang: Gang, outcome: Outcome, device_s: float, energy: Energy | None
