@@ -305,7 +305,7 @@ class Driver:
             if durable:
                 done = functools.partial(self._send_held, later) if later else None
                 # Later in the loop: this event's leases go to the workers first.
-                self._loop.call_soon(self.write_buffer.settles, durable, done)
+                self._loop.call_soon(self.write_buffer.settles, durable, self.now(), done)
 
     def _send_held(self, ended: Sequence[Ended], error: JournalError | None) -> None:
         if error is None:

@@ -182,18 +182,20 @@ class WriteBuffer:
         self._pending_bytes += size
         self._lingering = [first, *self._lingering, last]
 
-    def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], done: Done | None = None) -> None:
-        """Writes the outcomes of tasks: (task, serialized Outcome). `done` is called when they are durable."""
+    def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], now: float, done: Done | None = None) -> None:
+        """Writes the outcomes of tasks that settle now: (task, serialized Outcome). `done` is called when they are
+        durable.
+        """
         bodies = [body for _, body in settled]
         if len(settled) > 1 and sum(map(len, bodies)) > ENTRY_BYTES_MAX:
             half = len(settled) // 2
             either = after_both(done) if done is not None else None  # on a full disk, either half may be written first
-            self.settles(settled[:half], either)
-            self.settles(settled[half:], either)
+            self.settles(settled[:half], now, either)
+            self.settles(settled[half:], now, either)
             return
         tasks = [task for task, _ in settled]
         unwritten = self._forget_deferred(tasks)
-        records = [settle_record(task, body, submitted=task.task_id not in unwritten) for task, body in settled]
+        records = [settle_record(task, body, now, submitted=task.task_id not in unwritten) for task, body in settled]
         if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before `add`: the journal does not have these request_ids yet
         self._request_filter.add([task.request_id for task in tasks if task.request_id])

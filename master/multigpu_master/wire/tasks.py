@@ -103,13 +103,16 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
     )
 
 
-def settle_record(task: Task, body: bytes | LargeBody, *, submitted: bool = True) -> SettleRecord:
-    """The journal's record of a settled task. `body`: its serialized Outcome; `submitted`: see SettleRecord."""
+def settle_record(task: Task, body: bytes | LargeBody, now: float, *, submitted: bool = True) -> SettleRecord:
+    """The journal's record of a task that settles now. `body`: its serialized Outcome; `submitted`: see SettleRecord.
+
+    The retention begins now: finish_s, a time of the worker's clock, may be long ago if no master ran meanwhile.
+    """
     outcome, spec = task.outcome, task.spec
     assert outcome is not None, "it is settled"
     return SettleRecord(
         task.task_id, task.request_id, int(outcome.state), spec.queue, spec.kind, spec.model, outcome.worker_id,
-        task.submit_s, outcome.finish_s, outcome.finish_s + spec.result_ttl_s, body,
+        task.submit_s, outcome.finish_s, now + spec.result_ttl_s, body,
         submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None, identity.fingerprint(task),
         submitted,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.wire.tasks import settle_record
 from multigpu_master.write_buffer import DEFER_S, WriteBuffer
 
 SPEC = wire_specs.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
@@ -36,7 +37,7 @@ class Stage:
 
     def settle(self, task: Task) -> None:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, b"result")
-        self.write_buffer.settles([(task, self.outcomes.write(task))])
+        self.write_buffer.settles([(task, self.outcomes.write(task))], 100.0)
 
     def close(self) -> list[int]:
         """Ends it, and returns the tasks that the next master would find."""
@@ -49,6 +50,13 @@ class Stage:
 
 def tasks(*ids: int) -> list[Task]:
     return [Task(SPEC, f"request-{i}", b"payload", submit_s=1000.0, task_id=i) for i in ids]
+
+
+def test_an_outcome_is_kept_for_its_time_after_the_report_though_the_task_ended_long_before() -> None:
+    """A result that waited in its worker for an hour, while no master ran, was deleted at once."""
+    (task,) = tasks(1)
+    task.outcome = Outcome(OutcomeState.SUCCEEDED, 2000.0, b"result")
+    assert settle_record(task, b"", 5600.0).expire_time_s == 5600.0 + SPEC.result_ttl_s
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -115,7 +123,7 @@ async def test_outcomes_that_do_not_fit_as_one_are_written_as_far_as_there_is_ro
     ended = tasks(*range(1, 17))
     for task in ended:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, bytes(1 << 20))
-    stage.write_buffer.settles([(task, stage.outcomes.write(task)) for task in ended])
+    stage.write_buffer.settles([(task, stage.outcomes.write(task)) for task in ended], 100.0)
     await until(lambda: stage.journal.get_outcome(1) is not None)
     stage.close()
 
@@ -129,7 +137,7 @@ async def test_outcomes_in_two_entries_are_durable_once_both_are(order: tuple[in
     for task in ended:
         task.outcome = Outcome(OutcomeState.CANCELLED, task.submit_s + 1)
     told: list[JournalError | None] = []
-    stage.write_buffer.settles([(task, bytes(200 << 10)) for task in ended], told.append)
+    stage.write_buffer.settles([(task, bytes(200 << 10)) for task in ended], 100.0, told.append)
     await until(lambda: len(written) == 2)
     for nth in order:
         assert not told, "the other one waits for room"

@@ -52,7 +52,8 @@ async def _check(rng: random.Random, place: Path) -> None:
                     await write_buffer.all_durable()
                 else:
                     new = [f"r{len(settled) + i}" for i in range(rng.choice((1, 5)))]
-                    write_buffer.settles([(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)])
+                    ended = [(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)]
+                    write_buffer.settles(ended, 1.0)
                     settled += new
             if write_buffer._learning is not None:
                 await write_buffer._learning

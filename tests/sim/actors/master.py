@@ -363,7 +363,7 @@ class Master:
                 for task in cancelled if error is None else ():
                     self._send_outcome(task, self._withdrawn.pop(task.task_id))
 
-            self._loop.call_soon(self.write_buffer.settles, durable, done if cancelled else None)
+            self._loop.call_soon(self.write_buffer.settles, durable, self.now, done if cancelled else None)
 
     def _send_outcome(self, task: Task, streams: Sequence[int]) -> None:
         assert task.outcome is not None, "it is settled"
