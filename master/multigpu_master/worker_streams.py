@@ -15,7 +15,7 @@ from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.outbox import FRAME_BYTES, Outbox
 from multigpu_master.wire import payloads as payload_messages
-from multigpu_master.wire.leases import fill_leases
+from multigpu_master.wire.leases import extra_bytes, fill_leases
 from multigpu_master.wire.models import fill_desired
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import set_time
@@ -78,22 +78,24 @@ class WorkerStreams:
         self._frame(session, MESSAGE_BYTES).reload_handlers = True
 
     def dispatch(self, command: ev.Dispatch) -> None:
-        """Sends leases, in parts of one spec and about FRAME_BYTES."""
+        """Sends leases, in parts of one spec and at most FRAME_BYTES, or of one larger lease."""
         outbox = self._outboxes.get(command.session)
         if outbox is None:
             return
         part: list[Lease] = []
-        part_bytes = 0
         spec = command.leases[0].task.spec
+        part_bytes = len(spec.wire)
         for lease in command.leases:
             task = lease.task
-            if task.spec is not spec or part_bytes > FRAME_BYTES:
+            size = len(task.payload) + LEASE_BYTES + (extra_bytes(task.extra) if task.extra is not None else 0)
+            if task.spec is not spec or (part and part_bytes + size > FRAME_BYTES):
                 # Heartbeats acknowledge the highest number that came. A worker that acknowledges dispatch N must have
                 # all leases of N. So only the last part has the number N; the earlier parts have N - 1.
                 self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
-                part, part_bytes, spec = [], 0, task.spec
+                part, spec = [], task.spec
+                part_bytes = len(spec.wire)
             part.append(lease)
-            part_bytes += len(task.payload) + LEASE_BYTES
+            part_bytes += size
         self._put_leases(command.session, outbox, part, part_bytes, command.frame)
 
     def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:

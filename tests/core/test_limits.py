@@ -1,13 +1,15 @@
 """The journal, silence, pace and limits: rules that the simulator meets too seldom to rely on."""
 
+from dataclasses import replace
+
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.model import OutcomeState, Task, TaskError
 from multigpu_master.core.scheduler import STREAMS_MAX, Limits
 from multigpu_master.core.spec import Spec
-from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.workers.sessions import OUTCOME_BYTES_MAX, PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
 
-from tests.core.stage import SPEC, Stage, lease_of, leased, state_of
+from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, leased, state_of
 
 
 def test_a_stream_that_lives_keeps_its_place_however_often_another_comes_back() -> None:
@@ -96,8 +98,8 @@ def test_partial_outputs_count_and_so_do_empty_ones() -> None:
     parts(two, 0, 3)
     assert two.lease is None
     assert two.extra is not None
-    assert two.extra.last_error is not None
-    assert (two.extra.last_error.type, len(two.extra.partials)) == ("ResourceExhausted", 2)
+    assert (two.extra.last_error, len(two.extra.partials)) == (None, 2), "there is no room for the error's text"
+    assert two.extra.attempts[-1].reason.startswith("ResourceExhausted")
     assert two.outcome is None, "it may be tried again"
     assert stage.core.ledger.unsettled_bytes == room
     stage.report(lease_of(one))
@@ -137,3 +139,54 @@ def test_a_rejection_names_few_of_many_kinds() -> None:
     (rejection,) = stage.submitted([Task(spec, "r", b"")]).results
     assert isinstance(rejection, ev.Rejection)
     assert "kind-0019 and 1980 more" in rejection.message
+
+
+def test_errors_and_checkpoints_count_with_the_payloads() -> None:
+    """They did not: a model that failed on a million tasks could take all memory with its tracebacks."""
+    room = 1000
+    stage = Stage(Limits(bytes_max=room))
+    stage.worker()
+    (task,) = stage.submit()
+    lease = lease_of(task)
+
+    def save(checkpoint: bytes) -> None:
+        held = replace(held_lease(lease, running=True), checkpoint=checkpoint)
+        stage.handle(ev.Heartbeat(lease.worker.session, [held], 1 << 30, Telemetry()))
+
+    save(bytes(500))
+    assert stage.core.ledger.unsettled_bytes == len(b"payload") + 500
+    save(bytes(5000))
+    assert task.extra is not None
+    assert task.extra.checkpoint == bytes(500), "there is no room for the larger one"
+    failure = ev.Failure(lease.lease_id, TaskError("ValueError", "no good", traceback="x" * 5000))
+    stage.handle(ev.Reports(lease.worker.session, failures=[failure]))
+    assert task.extra.last_error is None
+    stage.handle(ev.Cancel([task]))
+    assert stage.core.ledger.unsettled_bytes == 0
+    assert stage.core.ledger.uncommitted_bytes
+    stage.handle(ev.SettlesCommitted([task]))
+    assert stage.core.ledger.uncommitted_bytes == 0
+
+
+def test_an_outcome_that_would_not_fit_into_a_message_is_a_failure() -> None:
+    """A result of the allowed size, with partial outputs, succeeded, and no stream could carry it ever after."""
+    stage = Stage()
+    stage.worker()
+    large, small = stage.submit(2)
+    outputs = [ev.PartialOutput(lease_of(large).lease_id, n, bytes(1 << 20)) for n in range(15)]
+    stage.handle(ev.Partials(stage.sessions, outputs))
+    results = [bytes(OUTCOME_BYTES_MAX - (14 << 20)), b"small"]
+    stage.handle(ev.Reports(stage.sessions, [lease_of(large).lease_id, lease_of(small).lease_id], results))
+    assert (state_of(large), state_of(small)) == (OutcomeState.FAILED, OutcomeState.SUCCEEDED)
+    assert error_of(large) == "ResultTooLarge"
+
+
+def test_stale_leases_teach_nothing_of_the_time_that_tasks_take() -> None:
+    """The time of a whole batch was divided by the few of its leases that still counted."""
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit()
+    ids = [lease_of(task).lease_id, 7]
+    stage.handle(ev.Reports(stage.sessions, ids, [b"", b""], start_s=stage.now, finish_s=stage.now + 2.0), 3.0)
+    assert state_of(task) is OutcomeState.SUCCEEDED
+    assert stage.core.fleet.workers["w"].pace.unit_s == {}

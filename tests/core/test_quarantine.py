@@ -384,3 +384,20 @@ def test_marks_of_a_poisonous_kind_are_wiped_off() -> None:
     good = next(t for t in fleet.submit(16) if t.lease is not None and lease_of(t).worker is device)
     fleet.breaks(good)
     assert not device.quarantined, "one task has broken it that is not known to break all"
+
+
+def test_a_device_that_is_sick_after_all_is_blamed_for_what_made_it_suspect() -> None:
+    """Its tasks kept their mark, and the next device on which their engine broke ended them as dead letters."""
+    fleet = Fleet().gpus(2)
+    fleet.handle(ev.Cordon("w1"))
+    tasks = fleet.submit(3, spec=Spec(kind="run", attempts_max=5, wait_for_worker=True))
+    for task in tasks:
+        fleet.breaks(task)
+    assert fleet.get("w0").checks_asked == 1
+    fleet.says("w0", SICK)
+    fleet.handle(ev.SessionClosed(fleet.get("w0").session))
+    fleet.handle(ev.Uncordon("w1"))
+    fleet.wait(3)
+    assert lease_of(tasks[0]).worker is fleet.get("w1")
+    fleet.breaks(tasks[0])
+    assert tasks[0].outcome is None

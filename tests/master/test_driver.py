@@ -25,6 +25,7 @@ from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, OutcomeFilter, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
+from multigpu_master.outbox import FRAME_BYTES
 from multigpu_master.rpc import queries, worker_service
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.service import AdminService
@@ -510,3 +511,21 @@ async def test_a_dead_letter_stays_claimed_until_its_requeue_has_ended(
     with pytest.raises(JournalError, match="the disk fails"):
         await call
     assert not calls._busy_dead_letters
+
+
+async def test_checkpoints_count_in_the_frames_of_leases(stage: Stage) -> None:
+    """Those of the tasks of a lost worker made a frame that no stream could carry."""
+    tasks = [Task(stage.spec, f"r{n}", b"payload", submit_s=stage.driver.now()) for n in range(80)]
+    for task in tasks:
+        task.ensure_extra().checkpoint = bytes(1 << 20)
+    stage.driver.workers.close(1)
+    outbox = stage.driver.workers.open(2, "q")
+    worker = WorkerInfo(worker_id="v", capabilities=(Capability(kind="echo"),), slots=100)
+    stage.driver.handle(ev.Hello(2, worker))
+    stage.driver.submit(stage.spec, tasks, stage.stream, lambda _error: None)
+    outbox.finish()
+    sizes = []
+    while (frame := await outbox.next()) is not None:
+        sizes.append(frame.ByteSize())
+    assert sum(sizes) > 64 << 20
+    assert max(sizes) <= FRAME_BYTES + (1 << 16)

@@ -40,8 +40,8 @@ from multigpu_worker.stats_file import StatsFile, record
 MEMORY_SHARE = 0.8
 # Default share of the GPU's (on CPU workers: the host's) memory for the models of all workers that use the device.
 MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
-# Upper limit of result_bytes_max: a report must fit into one message of 64 MiB, with its other fields.
-RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
+# Upper limit of result_bytes_max: an outcome must fit into one message of 64 MiB, with its other fields.
+RESULT_BYTES_MAX = 63 << 20
 
 log = structlog.get_logger()
 

@@ -217,7 +217,7 @@ class WorkerConfig(Checked):
     cancel_grace_s: float = setting(5.0, "How long a cancelled task may run on before its engine is ended.", minimum=0)
     drain_timeout_s: float = setting(30.0, "How long leases may run on after SIGTERM.", minimum=0)
     result_bytes_max: int = setting(
-        64 * MIB - 64 * KIB, "Largest result of one task. A message can't hold more than the default.", minimum=KIB
+        63 * MIB, "Largest result of one task. A message can't hold more than the default.", minimum=KIB
     )
     stats_file: str = setting("", "File for JSON lines about the device. Empty: none.")
     stats_interval_s: float = setting(60.0, "Interval of these lines.", minimum=0.1)

@@ -60,7 +60,8 @@ class Attempts:
         """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
-        extra.last_error, extra.avoid_device_or_worker = error, worker.device_key
+        self._ledger.keep_error(task, error)
+        extra.avoid_device_or_worker = worker.device_key
         if error.retryable and task.attempts < task.spec.attempts_max + len(extra.blamed_devices) and not condemned:
             self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
             self._requeue(task, now, self._backoff_s(task, task.attempts))

@@ -16,7 +16,7 @@ def settled_bytes(task: Task) -> int:
     """The approximate memory of a settled task, in bytes."""
     assert task.outcome is not None, "settled_bytes needs a settled task"
     size = len(task.outcome.result) + len(task.payload) + OBJECTS_BYTES
-    return size if task.extra is None else size + task.extra.partials_bytes
+    return size if task.extra is None else size + task.extra.kept_bytes
 
 
 class EphemeralOutcomes:

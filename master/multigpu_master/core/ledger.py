@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ephemeral import EphemeralOutcomes, settled_bytes
-from multigpu_master.core.model import Gang, Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
+from multigpu_master.core.model import (
+    Extra,
+    Gang,
+    Lease,
+    Outcome,
+    OutcomeState,
+    Queue,
+    Task,
+    TaskError,
+    Worker,
+    partition_of,
+)
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import ResourceClass, ResourceClasses
 from multigpu_master.core.strategy import Strategy
@@ -191,6 +202,25 @@ class Ledger:
         extra.partials.append(data)
         extra.partial_content_types.append(content_type)
         extra.partials_bytes += size
+        self._grow(extra, size)
+
+    def keep_checkpoint(self, task: Task, checkpoint: bytes) -> None:
+        """Replaces the task's checkpoint. Without room for a larger one, the older one stays."""
+        extra = task.ensure_extra()
+        grown = len(checkpoint) - len(extra.checkpoint)
+        if grown <= 0 or self.unsettled_bytes + grown <= self.limits.bytes_max:
+            extra.checkpoint = checkpoint
+            self._grow(extra, grown)
+
+    def keep_error(self, task: Task, error: TaskError) -> None:
+        """Replaces the error of the task's last attempt, if there is room for its texts; else removes it."""
+        extra = task.ensure_extra()
+        self._grow(extra, -_chars(extra.last_error))
+        extra.last_error = error if self.unsettled_bytes + _chars(error) <= self.limits.bytes_max else None
+        self._grow(extra, _chars(extra.last_error))
+
+    def _grow(self, extra: Extra, size: int) -> None:
+        extra.kept_bytes += size
         self.unsettled_bytes += size
 
     def _keep_log(self, task: Task) -> None:
@@ -199,13 +229,13 @@ class Ledger:
         grown = len(log) - len(extra.log)
         extra.log = log
         extra.partials_bytes += grown
-        self.unsettled_bytes += grown
+        self._grow(extra, grown)
 
     def succeed(self, worker: Worker, leases: Sequence[Lease], now: float) -> list[Task]:
         """Moves the leases' tasks from leased to settled, and returns them. The caller has removed the leases from
         worker.leases, and has set the outcomes.
         """
-        tasks, bytes_total, partials_bytes, uncommitted_bytes = [], 0, 0, 0
+        tasks, bytes_total, kept_bytes, uncommitted_bytes = [], 0, 0, 0
         queue, queue_name = None, ""
         for lease in leases:
             task = lease.task
@@ -217,7 +247,7 @@ class Ledger:
             spec, size = task.spec, len(task.payload)
             bytes_total += size
             if task.extra is not None:
-                partials_bytes += task.extra.partials_bytes
+                kept_bytes += task.extra.kept_bytes
             if queue is None or spec.queue != queue_name:
                 queue_name = spec.queue
                 queue = self.queues[queue_name]
@@ -229,7 +259,7 @@ class Ledger:
         count = len(tasks)
         self.leased -= count
         self.unsettled -= count
-        self.unsettled_bytes -= bytes_total + partials_bytes
+        self.unsettled_bytes -= bytes_total + kept_bytes
         self.uncommitted_bytes += uncommitted_bytes
         self.counters.succeeded += count
         self._commands.settled(tasks)
@@ -266,7 +296,7 @@ class Ledger:
         queue.queued -= 1
         queue.queued_bytes -= size
         self.unsettled -= 1
-        self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
+        self.unsettled_bytes -= size + (task.extra.kept_bytes if task.extra is not None else 0)
 
     def forget_committed(self, task: Task) -> None:
         """Forgets a settled task, and no longer counts its outcome as uncommitted."""
@@ -277,3 +307,7 @@ class Ledger:
         self.tasks.discard(task)
         if self.requests.get(task.request_id) is task:
             del self.requests[task.request_id]
+
+
+def _chars(error: TaskError | None) -> int:
+    return 0 if error is None else len(error.type) + len(error.message) + len(error.traceback)

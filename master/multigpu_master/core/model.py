@@ -100,6 +100,7 @@ class Extra:
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
     partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
+    kept_bytes: int = 0  # partials_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
     begun: bool = False  # whether an attempt that is not charged had begun, or one of a gang under an earlier master

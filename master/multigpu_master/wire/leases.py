@@ -6,7 +6,7 @@ from multigpu._transport.payloads import Reference
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import LOG_CHARS_MAX, Energy, Lease, TaskError
+from multigpu_master.core.model import LOG_CHARS_MAX, Energy, Extra, Lease, TaskError
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.devices import energies
@@ -48,7 +48,7 @@ def fill_leases(
         if extra is not None:
             message.checkpoint, message.traceparent = extra.checkpoint, extra.traceparent
             message.partials_received = len(extra.partials)
-            if extra.partials_bytes <= PARTIALS_BYTES_MAX:
+            if _resends_partials(extra):
                 message.partials.extend(extra.partials)
         if gang is not None:
             message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)
@@ -56,6 +56,16 @@ def fill_leases(
             message.gang.run_id = gang.leases[0].lease_id
     if payloads_by_lease_id is not None:
         payload_messages.fill_payloads(batch, leases, payloads_by_lease_id)
+
+
+def extra_bytes(extra: Extra) -> int:
+    """The approximate size of what a lease carries of an Extra."""
+    return len(extra.checkpoint) + len(extra.traceparent) + (extra.partials_bytes if _resends_partials(extra) else 0)
+
+
+def _resends_partials(extra: Extra) -> bool:
+    """Whether a lease carries the partial outputs of earlier attempts."""
+    return extra.partials_bytes <= PARTIALS_BYTES_MAX
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:

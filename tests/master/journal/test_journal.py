@@ -204,7 +204,7 @@ def test_read_outcomes_keeps_to_its_limits(tmp_path: Path) -> None:
         read = it.journal.read_outcomes
         assert [o.cursor for o in read(0, 7, 10**9)] == list(range(1, 8))
         assert [o.cursor for o in read(45, 100, 10**9)] == list(range(46, 51))
-        assert [o.cursor for o in read(10, 100, 250)] == [11, 12, 13], "no more after 250 bytes"
+        assert [o.cursor for o in read(10, 100, 250)] == [11, 12], "at most 250 bytes"
         assert [o.cursor for o in read(10, 100, 0)] == [11], "always progress"
         assert read(50, 100, 10**9) == []
 

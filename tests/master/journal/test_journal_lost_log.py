@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from multigpu_master.errors import JournalDamagedError, JournalError
+from multigpu_master.journal.sqlite import directory
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.backup import backup, salvage
 
@@ -94,3 +95,22 @@ def test_a_start_that_fails_keeps_the_log(tmp_path: Path, monkeypatch: pytest.Mo
             pass
     with opened(data_dir) as (journal, _):
         assert len(list(journal.recover_tasks())) == 2
+
+
+def test_a_start_leaves_the_log_of_another_program_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup that opened the closed journal while a master checked it lost its log, and copied a torn database."""
+    data_dir = tmp_path / "data"
+    with opened(data_dir):
+        pass
+    with closing(sqlite3.connect(data_dir / "journal.sqlite3")) as other:
+
+        def read_by_another(connection: sqlite3.Connection) -> bool:
+            other.execute("SELECT count(*) FROM setting").fetchone()
+            return left_open(connection)
+
+        left_open = directory.left_open
+        monkeypatch.setattr(directory, "left_open", read_by_another)
+        lock = directory.prepare(data_dir)
+        assert (data_dir / "journal.sqlite3-wal").exists()
+        assert (data_dir / "journal.sqlite3-shm").exists()
+        lock.release()

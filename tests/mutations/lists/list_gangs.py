@@ -245,7 +245,7 @@ GANGS = (
     ),
     sessions(
         "a restart loses a gang's checkpoint",
-        "                task.ensure_extra().checkpoint = held.checkpoint\n",
+        "                self._ledger.keep_checkpoint(task, held.checkpoint)\n",
         "                pass\n",
     ),
     sessions("a gang has the log of its last rank", "        lease.log = gang.leases[0].log\n"),

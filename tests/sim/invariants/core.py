@@ -284,6 +284,9 @@ class Invariants:
             size += bytes_
             if task.extra is not None:
                 size += sum([len(data) + PARTIAL_OVERHEAD_BYTES for data in task.extra.partials])
+                size += len(task.extra.checkpoint) + len(task.extra.log)
+                if (error := task.extra.last_error) is not None:
+                    size += len(error.type) + len(error.message) + len(error.traceback)
             tally = found.get(task.spec.queue)
             if tally is None:
                 tally = found[task.spec.queue] = [0, 0, 0, 0]

@@ -140,7 +140,9 @@ class LoadReservations:
         worker, model = self.by_backlog.pop(backlog, (None, ""))
         if worker is None:
             return
-        if worker.residency.reserved_model == model:
+        # A worker that was lost and has returned may be reserved for another backlog by now.
+        others = [each for each, _ in self.by_backlog.values()]
+        if worker.residency.reserved_model == model and worker not in others:
             worker.residency.end_reservation()
             self._fleet.models_changed(worker)
         self._next(worker)

@@ -62,6 +62,7 @@ class Quarantine:
         self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
         # Tasks that broke an engine on a device, by device_key and task_id: when they did, and their (kind, model).
         self._marks: dict[str, dict[int, tuple[float, tuple[str, str]]]] = {}
+        self._suspected: dict[str, list[int]] = {}  # by device_key: the task_ids for which it was suspected last
         # When a task of this (kind, model) was condemned last.
         self._condemned: dict[tuple[str, str], float] = {}
 
@@ -155,6 +156,9 @@ class Quarantine:
         marks[task.task_id] = (now, key)
         if len(marks) > SUSPECT_AT_TASKS:  # there was no other device to compare with
             del marks[next(iter(marks))]
+        self._marks = {
+            key: value for key, value in self._marks.items() if any(mark[0] > now - window_s for mark in value.values())
+        }
         self._marks[device] = marks
         if len(marks) >= SUSPECT_AT_TASKS and any(w.device_key != device for w in self._fleet.sessions.values()):
             self._suspect(device, now)
@@ -175,9 +179,10 @@ class Quarantine:
 
     def _suspect(self, device: str, now: float) -> None:
         """Requests a check of a device, and gives the tasks that broke its engine another attempt."""
-        for task in self._take_marked_tasks(device):
-            extra = task.ensure_extra()
-            extra.blamed_devices += (device,)  # it stays in broke_on_devices: the next device condemns the task
+        tasks = self._take_marked_tasks(device)
+        self._suspected[device] = [task.task_id for task in tasks]
+        for task in tasks:
+            task.ensure_extra().blamed_devices += (device,)  # it stays in broke_on_devices: the next condemns the task
         for worker in list(self._fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
@@ -195,10 +200,13 @@ class Quarantine:
         return [task for task in tasks if task is not None]
 
     def _blame(self, device: str) -> None:
-        """Blames a sick device for its marks: removes it from broke_on_devices of their tasks, which get another
-        attempt.
+        """Blames a sick device for its marks, which give their tasks another attempt, and removes it from
+        broke_on_devices of these tasks and of those for which it was suspected.
         """
-        for task in self._take_marked_tasks(device):
+        tasks = self._take_marked_tasks(device)
+        for task in tasks:
+            task.ensure_extra().blamed_devices += (device,)
+        suspected = [self._ledger.tasks.get(task_id) for task_id in self._suspected.pop(device, ())]
+        for task in [*tasks, *[task for task in suspected if task is not None]]:
             extra = task.ensure_extra()
-            extra.blamed_devices += (device,)
             extra.broke_on_devices = tuple(each for each in extra.broke_on_devices if each != device)

@@ -4,7 +4,7 @@ A report on a lease counts only if the session's worker holds the lease (`worker
 a released lease is not in `worker.leases`, so a late report finds none.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from multigpu_master.core import events as ev
@@ -22,6 +22,8 @@ from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
 
 PARTIALS_BYTES_MAX = 16 << 20
+# Limit of a result with the task's partial outputs and log: an outcome must fit into one message of 64 MiB.
+OUTCOME_BYTES_MAX = 63 << 20
 PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
 # The error types of leases that come back without charge: the model had to make room for another; the master could not
 # read the payload now. And the pause in seconds before their tasks are requeued.
@@ -100,7 +102,7 @@ class Sessions:
             return False  # the failure counts against attempts_max already, and must not count twice
         if task.spec.world_size > 1:  # it runs again as a whole, from the checkpoint of rank 0: other ranks have none
             if held.checkpoint:
-                task.ensure_extra().checkpoint = held.checkpoint
+                self._ledger.keep_checkpoint(task, held.checkpoint)
             if held.running:
                 task.ensure_extra().begun = True
             return False
@@ -124,7 +126,7 @@ class Sessions:
         if held.log:
             lease.log = held.log
         if held.checkpoint and not lease.rank:
-            lease.task.ensure_extra().checkpoint = held.checkpoint
+            self._ledger.keep_checkpoint(lease.task, held.checkpoint)
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
@@ -202,19 +204,24 @@ class Sessions:
         for lease_id, log in event.logs.items():
             if lease_id in worker.leases:
                 worker.leases[lease_id].log = log
+        if event.results and max(map(len, event.results)) > OUTCOME_BYTES_MAX - PARTIALS_BYTES_MAX:
+            event = _without_large_outcomes(worker, event)
+        models: Iterable[str] = ()
+        if worker.residency.loading_since_s:
+            models = dict.fromkeys(worker.leases[x].model for x in event.succeeded if x in worker.leases)
         succeeded = self._succeeded(worker, event, now)
         self._usage.succeeded(succeeded, event.device_s)
         failed = self._failed(worker, event, now)
         worker.succeeded += len(succeeded)
         worker.failed += failed
         worker.pace.report(worker.info, len(succeeded) + failed, now)
-        if succeeded and event.start_s and event.finish_s > event.start_s:
+        # Without all results it is unknown how long the tasks of these leases took.
+        if succeeded and len(succeeded) == len(event.succeeded) and 0.0 < event.start_s < event.finish_s:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
             fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s, now)
-        if succeeded and worker.residency.loading_since_s:
-            spec = succeeded[0].spec
-            self._reservations.model_answered(worker, fleet.model_id(worker, spec.kind, spec.model), now)
+        for model in models:
+            self._reservations.model_answered(worker, model, now)
         fleet.room_changed(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
@@ -332,7 +339,7 @@ class Sessions:
                 continue
             self._ledger.add_partial(task, partial.data, partial.content_type, size)
             if partial.checkpoint:
-                task.ensure_extra().checkpoint = partial.checkpoint
+                self._ledger.keep_checkpoint(task, partial.checkpoint)
             if task.streams:
                 forward = fresh.setdefault(task, ev.ForwardPartials(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
@@ -392,3 +399,23 @@ class Sessions:
                 self._lose(worker, now)
 
         self._timers.at(due_s, check)
+
+
+def _without_large_outcomes(worker: Worker, event: ev.Reports) -> ev.Reports:
+    """Returns the event with the successes whose outcomes are too large as failures."""
+    kept: list[int] = []
+    failures = [*event.failures]
+    for index, (lease_id, result) in enumerate(zip(event.succeeded, event.results, strict=True)):
+        lease = worker.leases.get(lease_id)
+        extra = lease.task.extra if lease is not None else None
+        size = len(result) + (extra.partials_bytes if extra is not None else 0)
+        if size <= OUTCOME_BYTES_MAX:
+            kept.append(index)
+            continue
+        message = f"the result, partial outputs and log have {size} bytes together; at most {OUTCOME_BYTES_MAX} fit"
+        failures.append(ev.Failure(lease_id, TaskError("ResultTooLarge", message, retryable=False)))
+    return replace(
+        event, failures=failures, succeeded=[event.succeeded[index] for index in kept],
+        results=[event.results[index] for index in kept],
+        energy=[event.energy[index] for index in kept] if event.energy else (),
+    )  # fmt: skip

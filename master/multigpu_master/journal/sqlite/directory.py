@@ -154,12 +154,12 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 
 
 def _check_contents(path: Path) -> None:
-    """Raises JournalError if a database is damaged or of another version. Removes the files that SQLite adds, and
-    changes nothing.
+    """Raises JournalError if a database is damaged or of another version. Changes nothing, but SQLite may build the
+    index of a log that has none.
     """
     log = path.with_name(f"{DATABASE_NAME}-wal")
     index = path.with_name(f"{DATABASE_NAME}-shm")
-    absent = [file for file in (log, index) if not file.exists()]
+    log_is_absent = not log.exists()
     if what := wal.describe_cut(log, index, PAGE_BYTES):
         raise damaged_log_error(path, what)
     # Without a log, the file alone can be read. With a log, SQLite needs the log's index, which it may have to build.
@@ -167,20 +167,15 @@ def _check_contents(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
         scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
-        try:
-            # Checked again after check_header: a newer multigpu that was killed may have its version in the log only.
-            told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
-            _check_identity(path, *told)
-            if log in absent and left_open(connection):
-                raise missing_log_error(path)
-            if log not in absent and (what := wal.describe_damage(log, index, PAGE_BYTES)):
-                raise damaged_log_error(path, what)
-            verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
-            connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants
-        finally:
-            connection.close()
-            for file in absent:
-                file.unlink(missing_ok=True)
+        # Checked again after check_header: a newer multigpu that was killed may have its version in the log only.
+        identity = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+        _check_identity(path, *identity)
+        if log_is_absent and left_open(connection):
+            raise missing_log_error(path)
+        if not log_is_absent and (what := wal.describe_damage(log, index, PAGE_BYTES)):
+            raise damaged_log_error(path, what)
+        verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
+        connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants
     for verdict in verdicts:
         if verdict != "ok":
             raise damaged_error(path, verdict.replace("\n", " "))

@@ -4,7 +4,7 @@ import errno
 import sqlite3
 from pathlib import Path
 
-from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
@@ -27,10 +27,13 @@ def explain(error: Exception, path: Path) -> JournalError:
             "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
         )
     if isinstance(error, OSError) and error.errno != errno.EIO:
+        file = Path(error.filename) if isinstance(error.filename, str) else path.parent
         return JournalError(
-            f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this "
-            "user may write to."
+            f"{file} can't be used: {error.strerror}. The journal needs a directory that this user may write to, and "
+            "in which no other program deletes files."
         )
+    if isinstance(error, DAMAGE):
+        return damaged_error(path, f"a setting of its own can't be parsed: {error!r}")
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return damaged_error(path, NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

@@ -327,11 +327,14 @@ class JournalReads:
         return self._outcome(rows[0], whole=whole) if rows else None
 
     def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
-        """Returns the outcomes after a cursor, oldest first: at most `limit`, and until their bodies together have
-        `bytes_max` or more.
+        """Returns the outcomes after a cursor, oldest first: at most `limit`, whose bodies together have at most
+        `bytes_max` bytes, but at least one.
         """
         sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor > ? ORDER BY o.cursor LIMIT ?"
-        return self._outcomes(sql, (after_cursor, limit), bytes_max, whole=True)
+        outcomes = self._outcomes(sql, (after_cursor, limit), bytes_max, whole=True)
+        if len(outcomes) > 1 and sum([len(outcome.body or b"") for outcome in outcomes]) > bytes_max:
+            outcomes.pop()  # it may be almost as large as a message
+        return outcomes
 
     def _outcomes(self, sql: str, parameters: Sequence[Any], bytes_max: int, *, whole: bool) -> list[StoredOutcome]:
         """Returns outcomes until their bodies together have `bytes_max` or more."""

@@ -278,7 +278,7 @@ class Segments:
         ((used,),) = writer.execute(IN_USE, bounds(f"{number:08x}")).fetchall()
         if used:
             return False
-        (self._directory / f"{number:08x}").unlink()
+        (self._directory / f"{number:08x}").unlink(missing_ok=True)  # somebody may have deleted it
         del self._sizes[number]
         return True
 
