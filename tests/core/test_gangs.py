@@ -506,14 +506,16 @@ def test_a_gang_whose_rank_0_has_ended_is_past_its_queue_timeout() -> None:
     assert state_of(gang) is OutcomeState.SUCCEEDED
 
 
-@pytest.mark.parametrize("run_s", [70.0, 650.0])
-def test_a_gang_begins_beside_tasks_that_run_for_longer_than_a_reservation(run_s: float) -> None:
+@pytest.mark.parametrize(("run_s", "first_ends_s"), [(70.0, (35.0, 70.0)), (650.0, (130.0, 140.0))])
+def test_a_gang_begins_beside_tasks_that_run_for_longer_than_a_reservation(
+    run_s: float, first_ends_s: tuple[float, float]
+) -> None:
     """It never did: a reservation ended before its back-fill did, and the workers got other tasks of this length."""
     stage = Stage(limits=Limits(session_timeout_s=1e9))
     a, b = host(stage, "a", "b")
     others = stage.submit(200)
     (gang,) = stage.submit(spec=replace(PAIR, priority=1))
-    ends_s = {a: stage.now + run_s / 2, b: stage.now + run_s}
+    ends_s = {a: stage.now + first_ends_s[0], b: stage.now + first_ends_s[1]}
     while gang.lease is None and others:
         due_s = stage.core.next_timer_s() or math.inf
         worker = min(ends_s, key=lambda each: ends_s[each])

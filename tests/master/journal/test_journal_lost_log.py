@@ -108,7 +108,7 @@ def test_a_start_leaves_the_log_of_another_program_alone(tmp_path: Path, monkeyp
             other.execute("SELECT count(*) FROM setting").fetchone()
             return left_open(connection)
 
-        left_open = directory.left_open
+        left_open = journal_schema.left_open
         monkeypatch.setattr(directory, "left_open", read_by_another)
         lock = directory.prepare(data_dir)
         assert (data_dir / "journal.sqlite3-wal").exists()
