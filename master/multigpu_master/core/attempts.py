@@ -4,9 +4,10 @@
   pause, on another device if one is free then; after attempts_max charged attempts the task becomes a dead letter. An
   error that is not retryable ends the task as FAILED at once.
 - If a worker is lost while a lease waits in its window, the task is not charged. But a task may kill its workers before
-  they can report that it runs. So each such loss after the first lengthens the task's pause, which separates the task
-  from others that were lost with it; after more than LOSSES_MAX losses the task becomes a dead letter.
-- A gang (gangs.py) that loses a worker is treated the same way, even if it ran: its other ranks did not fail.
+  they can report that it runs. So after the second such loss and each later one, the task pauses, longer each time:
+  this separates it from other tasks that were lost with it. After more than LOSSES_MAX losses the task becomes a dead
+  letter.
+- If a gang (gangs.py) loses a worker, the loss counts in the same way and is not charged, even if the gang ran.
 - An attempt that the master interrupts, for example at a drain deadline, is not charged, however often that happens.
 """
 
@@ -74,8 +75,8 @@ class Attempts:
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
         """Requeues the task without charge, and counts the loss. After more than LOSSES_MAX losses the task becomes a
-        dead letter. A lease that a worker returned because its device is `sick` is not a loss; but the attempt is
-        charged if devices fell sick more than SICK_RETURNS_MAX times while they ran the task.
+        dead letter. `sick`: the worker has returned the lease because its device is sick, which does not count as a
+        loss. But if devices fell sick more than SICK_RETURNS_MAX times while they ran the task, the attempt is charged.
         """
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
@@ -115,7 +116,8 @@ class Attempts:
 
     def requeue_uncharged(self, lease: Lease, now: float, after_s: float) -> None:
         """Requeues the task without charge, however often; ends it if it is overdue. Call if the worker had no room for
-        the model, returned a recalled lease, or did not begin in time, or if the attempt was interrupted.
+        the model, returned a recalled lease, or did not begin in time, if the master could not read the payload, or if
+        the attempt was interrupted.
         """
         self._uncharge(lease)
         if lease.recalled:
@@ -142,7 +144,7 @@ class Attempts:
     def _uncharge(self, lease: Lease) -> None:
         task, gang = lease.task, lease.gang
         if lease.running or (gang is not None and (gang.succeeded or any(x.running for x in gang.leases))):
-            task.ensure_extra().begun = True  # the queue_timeout has ended, although no attempt will be counted
+            task.ensure_extra().begun = True  # the queue_timeout no longer applies, although no attempt is counted
         if task.attempts == lease.attempt:
             task.attempts -= 1
 
@@ -189,7 +191,7 @@ class Attempts:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
     def apply_limit(self, task: Task, limit: TimeLimit, when_s: float, now: float) -> None:
-        """Applies a time limit that an unsettled task has passed, of which the expiry was set to when_s."""
+        """Applies a time limit that an unsettled task has passed. `when_s`: the time of the expiry."""
         late_s = self._ledger.limits.timer_late_s
         if task.lease is not None and now > when_s + late_s:
             # The master was suspended, and may not have read yet that the attempt began or ended in time.
@@ -224,7 +226,7 @@ class Attempts:
         if task.extra is not None and task.extra.begun:
             return
         if now < task.submit_s + timeout_s:
-            return  # an old expiry: since it was set, the task was a dead letter and was requeued
+            return  # an old expiry: the task became a dead letter, and was requeued with its task_id and a new submit_s
         due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:

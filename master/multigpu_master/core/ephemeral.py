@@ -51,7 +51,7 @@ class EphemeralOutcomes:
 
     def _expire(self, now: float) -> None:
         if now < self._due_s:
-            return  # this timer is outdated: keep() set an earlier one, which has fired
+            return  # another timer has done the work of this one; `_due_s` is when the next one fires
         for _ in range(DUE_MAX):
             if not self._heap or self._heap[0][0] > now:
                 break

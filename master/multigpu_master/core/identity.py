@@ -1,5 +1,5 @@
-"""Decides whether a resubmit, a submit with a known request_id, is of the same task as the first submit. It is if kind,
-model, content type, parameters and payload are equal. Queue, priority, labels, limits and timeouts may differ: those of
+"""Decides whether a resubmit (a submit with a known request_id) means the same task as the first submit: kind, model,
+content type, parameters and payload must be equal. Queue, priority, labels, limits and timeouts may differ: those of
 the first submit apply. What is not known counts as equal: without a fingerprint only kind and model are compared, and a
 payload without a known CRC is not compared. A durable resubmit of an ephemeral task is rejected: the task would not
 survive a restart.

@@ -106,7 +106,7 @@ class Core:
 
     @property
     def dispatch_unfinished(self) -> bool:
-        """Whether the last dispatch stopped at BLOCKS_MAX: a Tick is due at once."""
+        """Whether the last dispatch stopped at BLOCKS_MAX or LOOKS_MAX: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:
@@ -126,7 +126,7 @@ class Core:
         self._streams.add(event.stream)
 
     def _stream_closed(self, event: ev.StreamClosed, now: float) -> None:
-        """The stream's tasks continue. `follow` removes the closed stream from a task that another stream follows."""
+        """The stream's tasks continue. `follow` drops a task's closed streams when a new stream follows the task."""
         self._streams.discard(event.stream)
 
     def _submit(self, event: ev.Submit, now: float) -> None:
@@ -134,7 +134,8 @@ class Core:
         reason = rejection(ledger, self.fleet, spec, now)
         results: list[Task | ev.Rejection] = []
         fresh: list[Task] = []
-        # A submit that rejection() rejects must not create its queue.
+        # A submit that rejection() rejects must not create its queue. (One that full_rejection() rejects may leave an
+        # empty queue, which prune_queues() removes.)
         queue = ledger.queue(spec.queue) if reason is None else Queue(spec.queue)
         resource_class: ResourceClass | None = None
         key = ""  # partition_key of resource_class

@@ -58,7 +58,7 @@ class Peer:
 
     def release_all(self) -> None:
         """Releases all references, and lends no more. Called at the end of the stream, because a reference cycle could
-        delay their `__del__`.
+        keep the Reference objects, and so the files, for longer.
         """
         self.shares = False
         self._lent.clear()

@@ -30,11 +30,12 @@ class Place(NamedTuple):
 
 class Candidates:
     """The workers that may get tasks of a backlog, the lowest score first. Valid while no worker gains room, at most
-    for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
+    for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again;
+    other changed workers keep their old scores until they come first.
 
-    `among`: only these workers may have gained room since no worker could take the backlog's first task. None: compare
-    all workers, and reset the flags `too_few_tasks` and `no_room_for_model` of the backlog. Sets these flags when
-    workers are left out for these reasons.
+    `among`: the workers that may have gained room after the backlog was blocked; only these are compared. None:
+    compares all workers, and resets the flags `too_few_tasks` and `no_room_for_model` of the backlog. Sets these flags
+    when workers are left out for these reasons.
 
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
     worker's version changes. The caller drops all places when the fleet's members or averages change.

@@ -77,8 +77,9 @@ class Recalls:
             self._recall_for_urgent(over_slots, now)
 
     def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
-        """Recalls waiting leases for workers with free slots: for each such worker, as many as it has free slots, or an
-        equal part of the leases that wait in another worker's window if that is more and its own window has room.
+        """Recalls waiting leases for workers with free slots. For each such worker, recalls as many as fill its slots,
+        or an equal share of the leases that wait in another worker's window if that is more; a share only as far as the
+        free worker's own window has room. The workers with free slots and the other worker have equal shares.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
@@ -155,16 +156,16 @@ class Recalls:
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
         """A worker's leases that may be recalled, the best to recall first: by priority and task_id, or with last_first
-        in the reverse order. At the end are the leases that likely run, although no heartbeat has reported it yet: the
-        oldest, one for each slot without a running or recalled lease.
+        in the reverse order. Last come the leases that likely run already, although no heartbeat has reported it yet:
+        the oldest, one for each slot that no running or recalled lease takes.
         """
-        leases, excluded = [], 0
+        leases, busy = [], 0
         for lease in worker.leases.values():
             if lease.running or lease.recalled == worker.session:
-                excluded += 1
+                busy += 1
             elif lease.dispatch_s <= now - CHECK_S and self._may_recall(lease):
                 leases.append(lease)
-        likely = max(0, worker.slots - excluded)  # number of leases that likely run
+        likely = max(0, worker.slots - busy)  # number of leases that likely run
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
         return order + leases[:likely]
 

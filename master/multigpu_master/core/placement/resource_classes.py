@@ -17,7 +17,8 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# put_back() looks for a task's place among this many first tasks; behind them, retries may be out of order.
+# put_back() looks for a task's place among at most this many tasks at the front; behind these, retries may be out of
+# order.
 SORTED_IN = 64
 # A queue or heap with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
@@ -163,7 +164,8 @@ class Backlog:
         return first.head() if first is not None else None
 
 
-# The key of blocked backlogs that wait for the same workers: the pin, or id() of the dict that Fleet.eligible returned.
+# A key of ResourceClasses.blocked, shared by all backlogs that wait for the same workers: the pin, or id() of the dict
+# that Fleet.eligible returned.
 Blocker = Worker | int
 
 

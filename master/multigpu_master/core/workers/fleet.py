@@ -248,8 +248,9 @@ class Fleet:
         return bool(reserved_model) and reserved_model == self.model_id(worker, shape.kind, shape.model)
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """The expected time to load the shape's model, and later again the models that must be unloaded for it, in
-        seconds. 0.0: it is loaded, or a granted lease already makes the worker load it, or the tasks need no model.
+        """The expected time to load the shape's model, plus the time to load again later the models that must be
+        unloaded for it, in seconds. 0.0: it is loaded, or a granted lease already makes the worker load it, or the
+        tasks need no model.
         """
         residency = worker.residency
         model = residency.ids.get((shape.kind, shape.model)) if self.models_by_id else ""
@@ -314,12 +315,12 @@ class Fleet:
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, narrows its window to the fastest pace that is possible after this silence, and raises the expected time
-        of its late leases.
+        PACE_S, narrows its window to the leases that it could end in WINDOW_S at the fastest pace that this silence
+        allows, and raises the expected time of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
-        ended in its last report if these are more. A late lease is expected to take as long as it has taken until now:
-        the time since the last report or since its dispatch, whichever is later, divided among the tasks of a slot.
+        ended in its last report if these are more. The new expected time of a late lease is the time since its
+        dispatch, or since the last report if that was later, divided by the tasks of a slot.
         """
         pace, slots = worker.pace, worker.info.slots
         silent_s = now - pace.reported_s

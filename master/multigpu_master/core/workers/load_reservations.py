@@ -7,9 +7,9 @@ from its last loading; of the models that ask, the one that has asked longest ge
 models that must make room get no new leases there; their leases end as usual, and then the waiting model gets its
 lease. A reservation takes no room from pinned models, nor from models with leases of a more important priority.
 
-So a model that asks while n others ask begins to load at the latest after n + 1 times: the loading before it, a rest of
-the same length, and the time until the leases of the models that go have ended. docs/decisions/0011-residency.md has
-the reasoning.
+So if n other models ask, a model waits for at most n + 1 periods before it begins to load. A period is the loading
+before it, a rest of the same length, and the time until the leases of the models to unload have ended.
+docs/decisions/0011-residency.md has the reasoning.
 """
 
 from multigpu_master.core.model import Worker
@@ -184,7 +184,7 @@ class LoadReservations:
 
 def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | None:
     """The models in use to unload for `model`, the least recently used first. A model may be unloaded if it has leases,
-    none of a more important priority, and is not pinned. None: that frees too little memory, and others stay.
+    none of a more important priority, and is not pinned. None: the models that must stay leave too little memory.
     """
     residency = worker.residency
     pinned = residency.pinned()

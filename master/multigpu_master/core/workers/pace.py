@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from multigpu_master.core.workers.info import WorkerInfo
 
 WINDOW_S = 0.5
-# Minimum time of a measurement, in seconds. Tasks that ran together come in one report, so a measurement with only one
-# report says nothing about the pace. The first measurement of a session may be shorter, so that the window of a
-# worker with fast tasks soon widens.
+# Minimum time of a measurement, in seconds. One report has all tasks that ran together, so a measurement must be long
+# enough for several reports. The first measurement of a session may be shorter, so that the window of a worker with
+# fast tasks soon widens.
 PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5

@@ -2,11 +2,12 @@
 
 A worker loads a model when a lease on it arrives, and first unloads models without leases, the least recently used
 first, until there is enough memory. So the master controls loading through the leases that it grants. A model is
-*placed* where the last heartbeat lists it, or where a lease on it is live or not yet acknowledged. Models *in use*
-can't be unloaded: those with leases, pinned models, those being loaded, and the model with a load reservation
-(load_reservations.py). A lease on another model is granted only where that model fits beside those in use. If models
-must be unloaded for it, the worker must also have rested since its last loading for as long as that loading took, or be
-idle: a busy worker spends at most half of its time on loading.
+*placed* where the last heartbeat lists it as loading or ready, and no lease granted since makes the worker unload it,
+or where a lease on it is live or not yet acknowledged. Models *in use* can't be unloaded: those with leases, pinned
+models, those being loaded, and the model with a load reservation (load_reservations.py). A lease on another model is
+granted only where that model fits beside those in use. If models must be unloaded for it, the worker must also have
+rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most half of its
+time on loading.
 
 The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
 """
@@ -83,7 +84,7 @@ class Residency:
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
     _use_counter: int = 0
-    _sizes_version: int = 0  # value of sizes.changes when the caches were last valid
+    _sizes_version: int = 0  # value of sizes.changes when fits() last emptied the caches
     # Caches; None: stale.
     _in_use: dict[str, None] | None = None
     _in_use_bytes: int | None = None

@@ -24,7 +24,7 @@ from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import Segments
 
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records
-SMALL_BODY_BYTES = 4 << 10  # limit of a cancellation's outcome that is written on a full disk
+SMALL_BODY_BYTES = 4 << 10  # on a full disk, a cancellation's outcome up to this size may overtake waiting entries
 NAME = "reserve"
 _SHARE = 16
 _SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20

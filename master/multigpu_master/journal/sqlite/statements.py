@@ -19,7 +19,9 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 TASK_FIELDS, OUTCOME_FIELDS = 7, 13
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
-_STATEMENT_BYTES = 1 << 20  # of values in a statement: SQLite keeps those last bound to each statement
+# Limit of the values of one statement: SQLite keeps in memory the values that were last bound to each prepared
+# statement.
+_STATEMENT_BYTES = 1 << 20
 
 Statement = tuple[str, Sequence[Any]]
 

@@ -25,7 +25,7 @@ from multigpu_master.journal.sqlite.statements import setting
 _ZONE_CURSORS = 1024
 _PERIOD_S = 30.0  # between two examinations of a zone, unless there is more to delete
 _STEP_BYTES = 16 << 20  # of bodies deleted in one step
-# Returned to the file system in one step. The log grows first, so less on a full disk.
+# Pages that one step returns to the file system: fewer on a full disk, because the log grows first.
 _CUT_PAGES, _CUT_PAGES_FULL = 256, 16
 _CUT_SHARE = 0.25  # of the pages must be empty before the file is truncated
 _CUT_PAGES_MIN = 1024
