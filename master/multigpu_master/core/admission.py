@@ -22,7 +22,7 @@ NEAR_NAMES_MAX, NEAR_NAME_CHARS_MAX = 64, 64
 
 
 def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Rejection | None:
-    """Returns why all tasks of this spec are rejected. None: they are not; full_rejection() then checks each task."""
+    """Returns why all tasks of this spec are rejected. None: they are not; room_rejection() then checks each task."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
     queues = ledger.queues
@@ -41,7 +41,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
     return ev.Rejection(FAILED_PRECONDITION, why_unplaceable(fleet, spec, queued=False))
 
 
-def full_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
+def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
     """Returns why there is no room, or no id, for one more task with a payload of `size` bytes; None if there is."""
     limits = ledger.limits
     if ids.next_id >= ids.end:

@@ -36,7 +36,8 @@ SICK_RETURNS_MAX = 2
 REASON_CHARS_MAX = 200
 # The reason for revoking a lease that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
-MORE_WORKERS = "it begins again with more workers, which are idle"
+# The reason for interrupting a gang that begins again with more workers.
+TO_GROW = "it begins again with more workers, which are idle"
 
 
 class Attempts:
@@ -180,10 +181,10 @@ class Attempts:
         if lease is not None:
             outcome.dispatch_s, outcome.start_s = lease.stages(lease.run_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
-        self.detach(task, error.message)
+        self.take_out(task, error.message)
         self._ledger.settle(task, outcome, now)
 
-    def detach(self, task: Task, why: str) -> None:
+    def take_out(self, task: Task, why: str) -> None:
         """Revokes the lease of a leased task. Removes a waiting task from its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)

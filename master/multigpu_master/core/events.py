@@ -245,7 +245,7 @@ class RegisterWorker:
     expected: bool = False  # it was connected when the previous master ended
     quarantined: bool = False
     checks_asked: int = 0
-    pins: tuple[str, ...] = ()
+    pinned_models: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

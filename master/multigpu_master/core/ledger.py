@@ -115,8 +115,8 @@ class Ledger:
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass, *, old_id: bool = False) -> None:
-        """Adds a queued task. `old_id`: a requeued dead letter, whose old task_id decides its place."""
+    def enter(self, task: Task, resource_class: ResourceClass, *, requeued_letter: bool = False) -> None:
+        """Adds a queued task. `requeued_letter`: it is a requeued dead letter; its old task_id decides its place."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -125,7 +125,7 @@ class Ledger:
         self.unsettled_bytes += size
         queue.queued += 1
         queue.queued_bytes += size
-        if old_id:
+        if requeued_letter:
             self.classes.put_back(resource_class, task)
         else:
             self.classes.add(resource_class, task)

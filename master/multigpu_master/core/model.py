@@ -295,7 +295,7 @@ class Worker:
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
-    leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
+    gang_leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory reserved for its leases
     leased_shares: int = 0  # sum of its leases' shares of slots
@@ -359,7 +359,7 @@ class Worker:
     @property
     def full(self) -> bool:
         """Whether its window is used up, by count or by bytes, or closed for a gang."""
-        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:
+        if self.gang_leases_limit is not None and len(self.leases) >= self.gang_leases_limit:
             return True
         return self.window_full or self.leased_bytes >= self.info.window_bytes
 

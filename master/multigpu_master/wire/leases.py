@@ -18,7 +18,7 @@ from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
 # A worker's larger checkpoint is ignored. Partial outputs that are larger in total are not sent to the next worker.
-CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
+CHECKPOINT_BYTES_MAX, RESENT_PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
 
 
 def fill_leases(
@@ -48,7 +48,7 @@ def fill_leases(
         if extra is not None:
             message.checkpoint, message.traceparent = extra.checkpoint, extra.traceparent
             message.partials_received = len(extra.partials)
-            if extra.partials_bytes <= PARTIALS_BYTES_MAX:
+            if extra.partials_bytes <= RESENT_PARTIALS_BYTES_MAX:
                 message.partials.extend(extra.partials)
         if gang is not None:
             message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)

@@ -154,7 +154,7 @@ def take_results(
     return failures
 
 
-def bytes_of(value: bytes | Sized) -> bytes | Reference:
+def checked_value(value: bytes | Sized) -> bytes | Reference:
     """Returns the payload or result unchanged, for the type checker: in the core its type is Sized."""
     assert isinstance(value, (bytes, Reference))
     return value

@@ -9,9 +9,9 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Task, Worker
-from multigpu_master.core.placement.candidates import Candidates, Place, workers_elsewhere
+from multigpu_master.core.placement.candidates import Candidates, Place, others_and_best
 from multigpu_master.core.placement.gangs import Gangs, form
-from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
+from multigpu_master.core.placement.obstacles import backlog_suffices, free_if_short, is_one_of
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import Backlog, ResourceClass
 from multigpu_master.core.restart import IdRange
@@ -104,7 +104,7 @@ class Dispatcher:
                 # The worker will load the model, so other tasks for the model need no larger backlog to go there.
                 self._look_anew()
                 classes.unblock_all(only_too_few_tasks=True)
-            if self._reservations.by_backlog and self._reservations.granted(backlog):
+            if self._reservations.by_backlog and self._reservations.end_granted(backlog):
                 self._look_anew()
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
@@ -144,7 +144,7 @@ class Dispatcher:
         fleet, pin = self._fleet, backlog.pin
         if pin is not None:
             backlog.no_room_for_model = fleet.model_block(pin, backlog.shape) is not None
-            if not (backlog.no_room_for_model or pin.full or short_of_memory(pin, backlog.shape) is not None):
+            if not (backlog.no_room_for_model or pin.full or free_if_short(pin, backlog.shape) is not None):
                 return pin
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)
@@ -159,7 +159,7 @@ class Dispatcher:
         able = {pin: None} if pin is not None else fleet.eligible(backlog.shape)
         self._ledger.classes.block(backlog, able)
         if fleet.models_by_id and backlog.no_room_for_model:
-            self._reservations.blocked(backlog, now)
+            self._reservations.watch_blocked(backlog, now)
         return None
 
     def _places_for(self, backlog: Backlog) -> dict[Worker, Place]:
@@ -180,7 +180,7 @@ class Dispatcher:
         if not is_one_of(worker, avoided):
             return worker
         fleet, strategy = self._fleet, backlog.strategy
-        others, other = workers_elsewhere(fleet, backlog, avoided)
+        others, other = others_and_best(fleet, backlog, avoided)
         if extra.broke_on_devices and others and other is None:
             return None
         if other and (
@@ -206,7 +206,7 @@ class Dispatcher:
         elif classes.blocked:
             if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
-                changed = [w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None]
+                changed = [w for w in maybe_freed if w in fleet.with_room or w.gang_leases_limit is not None]
                 self._among = dict.fromkeys(classes.unblock_for(changed), changed)
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
                 self._among.clear()

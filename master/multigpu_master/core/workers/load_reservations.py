@@ -32,7 +32,7 @@ class LoadReservations:
 
     # --- backlogs that wait ------------------------------------------------------------------------------------------
 
-    def blocked(self, backlog: Backlog, now: float) -> None:
+    def watch_blocked(self, backlog: Backlog, now: float) -> None:
         """Call when no worker has room for a backlog's model."""
         if backlog not in self._watched:
             self._watched[backlog] = None
@@ -103,7 +103,7 @@ class LoadReservations:
             self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
 
     def _is_free(self, worker: Worker) -> bool:
-        residency, for_gang = worker.residency, worker.leases_limit is not None
+        residency, for_gang = worker.residency, worker.gang_leases_limit is not None
         busy = residency.reserved_model or residency.resting or residency.loading_since_s or for_gang
         return worker.accepting and not busy
 
@@ -130,7 +130,7 @@ class LoadReservations:
         worker.residency.reserve(model, _models_to_unload(worker, model, self._priority(backlog)) or ())
         self._fleet.models_changed(worker)
 
-    def granted(self, backlog: Backlog) -> bool:
+    def end_granted(self, backlog: Backlog) -> bool:
         """Ends the reservation of a backlog whose first task was granted a lease. Returns whether there was one."""
         reserved = backlog in self.by_backlog
         self._end(backlog)
@@ -175,7 +175,7 @@ class LoadReservations:
 
         self._timers.at(worker.residency.rest_until_s, over)
 
-    def model_answered(self, worker: Worker, model: str, now: float) -> None:
+    def task_succeeded_on(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.loading_since_s:
             worker.residency.record_loaded(model, now)

@@ -19,8 +19,9 @@ PACE_S, FIRST_PACE_S = 0.1, 0.005
 GAIN = 0.5
 # Minimum time between two changes of an average that all scores depend on, in seconds.
 STEP_S = 1.0
-# Limit of entries in each dict by (kind, model): the averages here, and `ids` and `granted_without_id` of Residency.
-# Beyond it, the averages and `granted_without_id` lose the entry that was added first; `ids`, a cache, is emptied.
+# Limit of entries in each dict by (kind, model): the averages here, and `id_of_key` and `granted_without_id` of
+# Residency. Beyond it, the averages and `granted_without_id` lose the entry that was added first; `id_of_key`, a cache,
+# is emptied.
 MODEL_KEYS_MAX = 10_000
 
 # The kind and the model that tasks name.

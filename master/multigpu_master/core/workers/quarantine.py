@@ -95,7 +95,7 @@ class Quarantine:
 
     def _set(self, worker: Worker, *, quarantined: bool) -> None:
         worker.quarantined = quarantined
-        self._fleet.members_changed(worker)
+        self._fleet.eligibility_changed(worker)
         self._commands.worker_changed(worker, save=True)
 
     # --- the breaker -------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class Sessions:
         fleet.heard(worker, event.models, event.last_frame, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
-            fleet.members_changed(worker)
+            fleet.eligibility_changed(worker)
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
             self._commands.desire(worker)
@@ -212,10 +212,12 @@ class Sessions:
         if succeeded and event.start_s and event.finish_s > event.start_s:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
-            fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s, now)
+            fleet.record_run(
+                worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s, now
+            )
         if succeeded and worker.residency.loading_since_s:
             spec = succeeded[0].spec
-            self._reservations.model_answered(worker, fleet.model_id(worker, spec.kind, spec.model), now)
+            self._reservations.task_succeeded_on(worker, fleet.model_id(worker, spec.kind, spec.model), now)
         fleet.room_changed(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:

@@ -135,10 +135,10 @@ def _sync_name(path: Path) -> None:
 def check_header(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(100)
-    logged = has_log(path)
-    if len(header) < 100 or not (logged or header.startswith(b"SQLite format 3\x00")):
+    log_exists = has_log(path)
+    if len(header) < 100 or not (log_exists or header.startswith(b"SQLite format 3\x00")):
         raise damaged_error(path, NO_DATABASE)
-    if logged:
+    if log_exists:
         return
     _check_identity(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
 

@@ -35,7 +35,7 @@ LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a se
 SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
 LIMIT_SHARE = 16  # a segment is closed at the journal's size limit divided by this, if that is less
 _HEAD_BYTES = 16 << 10  # fields before a large result are rarely larger
-PUNCHED_MAX = 64  # segments that one step checks for unused space
+PUNCH_CHECKS_MAX = 64  # segments that one step checks for unused space
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _PAGE_BYTES = 4096
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
@@ -284,13 +284,13 @@ class Segments:
         return True
 
     def punch_next(self, writer: sqlite3.Connection) -> bool:
-        """Checks up to PUNCHED_MAX segments, until it has given the unused space of one back to the file system.
+        """Checks up to PUNCH_CHECKS_MAX segments, until it has given the unused space of one back to the file system.
         Returns False if none had any, or a backup selects segments now. Nothing must be waiting for `flush`.
         """
         if not _try_lock(self._data_dir_fd):
             return False
         try:
-            for number in self._from(self._next_punched)[:PUNCHED_MAX]:
+            for number in self._from(self._next_punched)[:PUNCH_CHECKS_MAX]:
                 self._next_punched = number + 1
                 if self._punch(number, writer):
                     return True

@@ -90,8 +90,8 @@ def transaction(
     letters: dict[int, SubmitRecord] = {}  # to insert; the batch may insert one, delete it, and insert it again
     statements: list[Statement] = []
     for entry in batch:
-        written = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
-        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in written]
+        stored = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
+        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in stored]
         letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}
     statements += inserts("task", TASK_FIELDS, task_values(submits, segments, specs), bytes_total)
     outcomes = outcome_values(settles, first_cursor, segments)
