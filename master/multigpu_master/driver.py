@@ -19,7 +19,7 @@ from multigpu._transport.payloads import is_transient
 
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.identity import FREE
+from multigpu_master.core.identity import REQUEST_ID_FREE
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.spec import Spec
@@ -215,7 +215,7 @@ class Driver:
         requests = self.core.ledger.requests
         unknown = self.write_buffer.perhaps_known([r for r in request_ids if r and r not in requests])
         found = self.journal.find_requests(unknown) if unknown else {}
-        return {request_id: stored for request_id, stored in found.items() if stored.fingerprint != FREE}
+        return {request_id: stored for request_id, stored in found.items() if stored.fingerprint != REQUEST_ID_FREE}
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],

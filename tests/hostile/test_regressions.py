@@ -265,7 +265,7 @@ def test_paces_of_models_are_limited() -> None:
     fleet = Fleet(0.8)
     worker = fleet.register(WorkerInfo(worker_id="w"))
     for n in range(MODEL_KEYS_MAX + 1000):
-        fleet.learned(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n, 0.0)
+        fleet.record_run(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n, 0.0)
     tables = [worker.pace.unit_s, fleet._unit_s.values, fleet._unit_s._exact, fleet._units.values, fleet._units._exact]
     tables += [fleet._unit_s._changed_s, fleet._units._changed_s]
     assert [len(table) for table in tables] == [MODEL_KEYS_MAX] * 7

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from multigpu_master import ids
-from multigpu_master.core.identity import FREE
+from multigpu_master.core.identity import REQUEST_ID_FREE
 from multigpu_master.errors import JournalFullError
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import CommitCallback, Entry, SettleRecord, SubmitRecord
@@ -51,7 +51,7 @@ class Rows:
             letter = self.dead.pop(task_id, None)
             known = self.by_request.get(letter.request_id) if letter is not None else None
             if known is not None and known.task_id == task_id:
-                self.by_request[known.request_id] = replace(known, fingerprint=FREE)
+                self.by_request[known.request_id] = replace(known, fingerprint=REQUEST_ID_FREE)
             self.deleted[task_id] += letter is not None
         for row in entry.submits:
             self.tasks[row.task_id] = row

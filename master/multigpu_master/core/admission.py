@@ -11,16 +11,18 @@ from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Limit of the shapes of waiting tasks in a queue: a freed worker costs some microseconds for each that it can run.
+# Limit of the shapes of waiting tasks in a queue: when a worker becomes free, dispatch spends some microseconds on each
+# shape that it can run.
 SHAPES_MAX = 1_000
 # Limit of names that a rejection lists.
 NAMED_MAX = 20
-# No similar name is searched for among more names than this, or for a longer name: that would delay all other clients.
+# A rejection suggests a similar name only if there are at most this many names, and if the given name has at most this
+# many characters: a longer search would delay all other clients.
 NEAR_NAMES_MAX, NEAR_NAME_CHARS_MAX = 64, 64
 
 
 def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Rejection | None:
-    """Returns why all tasks of this spec are rejected. None: they are not; full_rejection() then checks each task."""
+    """Returns why all tasks of this spec are rejected. None: they are not; room_rejection() then checks each task."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
     queues = ledger.queues
@@ -39,8 +41,8 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
     return ev.Rejection(FAILED_PRECONDITION, why_unplaceable(fleet, spec, queued=False))
 
 
-def full_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
-    """Returns why one more task, with a payload of `size` bytes, is rejected now; None if it is not."""
+def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
+    """Returns why there is no room, or no id, for one more task with a payload of `size` bytes; None if there is."""
     limits = ledger.limits
     if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"

@@ -4,9 +4,10 @@
   pause, on another device if one is free then; after attempts_max charged attempts the task becomes a dead letter. An
   error that is not retryable ends the task as FAILED at once.
 - If a worker is lost while a lease waits in its window, the task is not charged. But a task may kill its workers before
-  they can report that it runs. So each such loss after the first lengthens the task's pause, which separates the task
-  from others that were lost with it; after more than LOSSES_MAX losses the task becomes a dead letter.
-- A gang (gangs.py) that loses a worker is treated the same way, even if it ran: its other ranks did not fail.
+  they can report that it runs. So after the second such loss and each later one, the task pauses, longer each time:
+  this separates it from other tasks that were lost with it. After more than LOSSES_MAX losses the task becomes a dead
+  letter.
+- If a gang (gangs.py) loses a worker, the loss counts in the same way and is not charged, even if the gang ran.
 - An attempt that the master interrupts, for example at a drain deadline, is not charged, however often that happens.
 """
 
@@ -35,7 +36,8 @@ SICK_RETURNS_MAX = 2
 REASON_CHARS_MAX = 200
 # The reason for revoking a lease that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
-MORE_WORKERS = "it begins again with more workers, which are idle"
+# The reason for interrupting a gang that begins again with more workers.
+TO_GROW = "it begins again with more workers, which are idle"
 
 
 class Attempts:
@@ -56,7 +58,7 @@ class Attempts:
         self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
     ) -> None:
         """Charges a failed attempt. Requeues the task after a pause if the error is retryable, an attempt is left, and
-        the task is not `condemned`. Else settles it: as a dead letter if the error is retryable, or else as FAILED.
+        the task is not `condemned`. Otherwise settles it: as a dead letter if the error is retryable, as FAILED if not.
         """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
@@ -75,8 +77,8 @@ class Attempts:
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
         """Requeues the task without charge, and counts the loss. After more than LOSSES_MAX losses the task becomes a
-        dead letter. A lease that a worker returned because its device is `sick` is not a loss; but the attempt is
-        charged if devices fell sick more than SICK_RETURNS_MAX times while they ran the task.
+        dead letter. `sick`: the worker has returned the lease because its device is sick, which does not count as a
+        loss. But if devices fell sick more than SICK_RETURNS_MAX times while they ran the task, the attempt is charged.
         """
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
@@ -116,7 +118,8 @@ class Attempts:
 
     def requeue_uncharged(self, lease: Lease, now: float, after_s: float) -> None:
         """Requeues the task without charge, however often; ends it if it is overdue. Call if the worker had no room for
-        the model, returned a recalled lease, or did not begin in time, or if the attempt was interrupted.
+        the model, returned a recalled lease, or did not begin in time, if the master could not read the payload, or if
+        the attempt was interrupted.
         """
         self._uncharge(lease)
         if lease.recalled:
@@ -143,7 +146,7 @@ class Attempts:
     def _uncharge(self, lease: Lease) -> None:
         task, gang = lease.task, lease.gang
         if lease.running or (gang is not None and (gang.succeeded or any(x.running for x in gang.leases))):
-            task.ensure_extra().begun = True  # the queue_timeout has ended, although no attempt will be counted
+            task.ensure_extra().begun = True  # the queue_timeout no longer applies, although no attempt is counted
         if task.attempts == lease.attempt:
             task.attempts -= 1
 
@@ -179,10 +182,10 @@ class Attempts:
         if lease is not None:
             outcome.dispatch_s, outcome.start_s = lease.stages(lease.run_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
-        self.detach(task, error.message)
+        self.take_out(task, error.message)
         self._ledger.settle(task, outcome, now)
 
-    def detach(self, task: Task, why: str) -> None:
+    def take_out(self, task: Task, why: str) -> None:
         """Revokes the lease of a leased task. Removes a waiting task from its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)
@@ -190,7 +193,7 @@ class Attempts:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
     def apply_limit(self, task: Task, limit: TimeLimit, when_s: float, now: float) -> None:
-        """Applies a time limit that an unsettled task has passed, of which the expiry was set to when_s."""
+        """Applies a time limit that an unsettled task has passed. `when_s`: the time of the expiry."""
         late_s = self._ledger.limits.timer_late_s
         if task.lease is not None and now > when_s + late_s:
             # The master was suspended, and may not have read yet that the attempt began or ended in time.
@@ -225,7 +228,7 @@ class Attempts:
         if task.extra is not None and task.extra.begun:
             return
         if now < task.submit_s + timeout_s:
-            return  # an old expiry: since it was set, the task was a dead letter and was requeued
+            return  # an old expiry: the task became a dead letter, and was requeued with its task_id and a new submit_s
         due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:

@@ -7,8 +7,8 @@ from multigpu_master.core.model import Lease, Task, Worker
 
 
 class Commands:
-    """The commands of the current event, in the order in which they are executed. The last one, Settled, has all
-    tasks that the event settled. Call `pop_all` at the end of the event.
+    """The commands of the current event, in the order in which they are executed. If the event settled tasks, one
+    Settled with all of them comes last; only RenewIds may follow it. Call `pop_all` at the end of the event.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class EphemeralOutcomes:
         heappush(self._heap, (expire_s, task.task_id, task))
         self.size_bytes += settled_bytes(task)
         while self.size_bytes > self._bytes_max:
-            self._drop()
+            self._forget_first()
         if expire_s < self._due_s:
             self._arm(expire_s)
 
@@ -51,17 +51,17 @@ class EphemeralOutcomes:
 
     def _expire(self, now: float) -> None:
         if now < self._due_s:
-            return  # this timer is outdated: keep() set an earlier one, which has fired
+            return  # another timer has done the work of this one; `_due_s` is when the next one fires
         for _ in range(DUE_MAX):
             if not self._heap or self._heap[0][0] > now:
                 break
-            self._drop()
+            self._forget_first()
         self._due_s = math.inf
         if self._heap:
             # After DUE_MAX tasks the next one may be due already, but a callback must set a timer for later than `now`.
             self._arm(max(self._heap[0][0], math.nextafter(now, math.inf)))
 
-    def _drop(self) -> None:
+    def _forget_first(self) -> None:
         _, _, task = heappop(self._heap)
         self.size_bytes -= settled_bytes(task)
         self._forget(task)

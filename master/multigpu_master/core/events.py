@@ -1,4 +1,6 @@
-"""Events, which the core handles, and commands, which it returns. They hold a sequence where the wire message does."""
+"""Events, which the core handles, and commands, which it returns. A message of the protocol with many items is one
+event or command, which has a sequence of the items.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +93,8 @@ class IdsRenewed:
 @dataclass(slots=True)
 class Recover:
     """The unsettled tasks of the journal, when the master starts. So that workers can report the leases that they hold,
-    nothing is dispatched until all workers of the previous master have reconnected, or until hold_until_s.
+    nothing is dispatched until all workers that were connected when the previous master ended have reconnected, or
+    until hold_until_s.
     """
 
     tasks: Sequence[Task]
@@ -119,8 +122,9 @@ class HeldLease:
 
 @dataclass(slots=True)
 class Hello:
-    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. A lease whose lease_id or
-    task_id is `ids_end` or above was granted with another journal, and is revoked.
+    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. A lease that is not adopted
+    is revoked, for example one of another journal: its lease_id or task_id is `ids_end` or above, or its
+    `granted_by_this_journal` is False.
     """
 
     session: int
@@ -241,7 +245,7 @@ class RegisterWorker:
     expected: bool = False  # it was connected when the previous master ended
     quarantined: bool = False
     checks_asked: int = 0
-    pins: tuple[str, ...] = ()
+    pinned_models: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -308,7 +312,7 @@ Event = (
 class Submitted:
     """The answer to Submit. `results`: for each task, in order, the task itself, the known task with its request_id, or
     why it was rejected. `fresh`: the new tasks; durable ones go to the journal before they are acknowledged. `pending`:
-    how many more outcomes the stream waits for now.
+    by how many this event raises the number of outcomes that the stream waits for.
     """
 
     results: list[Task | Rejection]

@@ -1,5 +1,5 @@
-"""Decides whether a resubmit, a submit with a known request_id, is of the same task as the first submit. It is if kind,
-model, content type, parameters and payload are equal. Queue, priority, labels, limits and timeouts may differ: those of
+"""Decides whether a resubmit (a submit with a known request_id) means the same task as the first submit: kind, model,
+content type, parameters and payload must be equal. Queue, priority, labels, limits and timeouts may differ: those of
 the first submit apply. What is not known counts as equal: without a fingerprint only kind and model are compared, and a
 payload without a known CRC is not compared. A durable resubmit of an ephemeral task is rejected: the task would not
 survive a restart.
@@ -19,7 +19,7 @@ SPEC_BITS = 31
 # Values of Task.payload_crc below zero.
 NOT_COMPUTED, UNKNOWN = -1, -2
 # Stored in place of the fingerprint of a withdrawn task, whose request_id is free.
-FREE = -1
+REQUEST_ID_FREE = -1
 
 
 def payload_crc(task: Task) -> int:
@@ -39,38 +39,40 @@ def fingerprint(task: Task) -> int | None:
         return None
     outcome = task.outcome
     if outcome is not None and outcome.state is OutcomeState.CANCELLED and outcome.withdrawn:
-        return FREE
+        return REQUEST_ID_FREE
     crc = task.payload_crc if task.payload_crc >= 0 else payload_crc(task)
     return None if crc < 0 else crc << SPEC_BITS | task.spec.identity
 
 
 def conflict(
-    task_id: int, kind: str, model: str, known: int | None, again: Task, state: int | None, *, durable: bool = True
-) -> ev.Rejection | None:
+    task_id: int, kind: str, model: str, known_fingerprint: int | None, again: Task, state: int | None, *,
+    durable: bool = True,
+) -> ev.Rejection | None:  # fmt: skip
     """Returns a rejection if the resubmit `again` is not of the same task as the first submit; None if it is. All other
-    arguments describe the first: `known` is its fingerprint (None: unknown), `state` its outcome's (None: unsettled).
+    arguments describe the first: `known_fingerprint` is its fingerprint (None: unknown), `state` its outcome's (None:
+    unsettled).
     """
-    other = _difference(kind, model, known, again)
+    difference = _difference(kind, model, known_fingerprint, again)
     if again.spec.durable and not durable:
-        other = "durability EPHEMERAL, not DURABLE"
-    if not other:
+        difference = "durability EPHEMERAL, not DURABLE"
+    if not difference:
         return None
     advice = "use another request_id"
     if state not in (None, OutcomeState.SUCCEEDED):
         advice = f"set retry_failed to run this task in place of task {task_id}, which did not succeed; or {advice}"
     name = f"request_id {again.request_id!r} is that of task {task_id}"
-    return ev.Rejection(ALREADY_EXISTS, f"{name}, which has {other}; {advice}")
+    return ev.Rejection(ALREADY_EXISTS, f"{name}, which has {difference}; {advice}")
 
 
-def _difference(kind: str, model: str, known: int | None, again: Task) -> str:
+def _difference(kind: str, model: str, known_fingerprint: int | None, again: Task) -> str:
     spec = again.spec
     if kind != spec.kind:
         return f"kind {kind!r}, not {spec.kind!r}"
     if model != spec.model:
         return f"model {model!r}, not {spec.model!r}"
-    if known is None:
+    if known_fingerprint is None:
         return ""
-    if known & (1 << SPEC_BITS) - 1 != spec.identity:
+    if known_fingerprint & (1 << SPEC_BITS) - 1 != spec.identity:
         return "other parameters or another content_type"
     crc = payload_crc(again)
-    return "another payload" if crc >= 0 and crc != known >> SPEC_BITS else ""
+    return "another payload" if crc >= 0 and crc != known_fingerprint >> SPEC_BITS else ""

@@ -1,8 +1,8 @@
 """The ledger: all tasks and queues, with the number and bytes of the tasks in each state.
 
-Every task is in exactly one state: queued (in its resource class, or in a pause), leased, or settled. Only the methods
-here move a task from one state to another, so the sums can't drift. The core forgets a settled task once the journal
-has its outcome; after that, queries read the journal.
+Every task is in exactly one state: queued (in its resource class, or in a pause), leased, or settled. Each move from
+one state to another goes through a method here, which adjusts the numbers and bytes. The core forgets a settled task
+once the journal has its outcome; after that, queries read the journal.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ from multigpu_master.core.workers.pace import Key
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
-# After a timer that is this much late, the master was suspended, and reads first what workers have sent meanwhile.
+# A timer that fires this late shows that the master was suspended: it first reads what workers have sent meanwhile.
 TIMER_LATE_S = 1.0
-# The reason for revoking the other leases of a gang once one of them has failed or was withdrawn.
-RANK_ENDED = "the attempt has ended: the lease of rank {rank} failed or was withdrawn"
+# The reason for revoking the other leases of a gang once one of them has ended without success.
+RANK_ENDED = "the attempt has ended: the lease of rank {rank} ended without success"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,15 @@ class Limits:
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
-    breaker_share: float = 0.3  # of the connected devices, at least one. If more fall sick within
-    breaker_window_s: float = 600.0  # this time, the circuit breaker trips
+    # The circuit breaker trips if more than this share of the connected devices, and more than one, fall sick within
+    # breaker_window_s.
+    breaker_share: float = 0.3
+    breaker_window_s: float = 600.0
     retry_delay_s: float = 1.0  # rejected clients should wait this long
 
     @property
     def timer_late_s(self) -> float:
-        """A timer that is more than this late is set again, to this much later: see TIMER_LATE_S."""
+        """A timer that fires later than this is set again, to this long from now: see TIMER_LATE_S."""
         return min(TIMER_LATE_S, self.session_timeout_s / 4)
 
 
@@ -63,7 +65,7 @@ class Counters:
     """What has happened since the master started."""
 
     submitted: int = 0
-    unwritten: int = 0  # of the submitted: rejected later, because the journal could not write them
+    unwritten: int = 0  # submitted tasks that were rejected later, because the journal could not write them
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -124,8 +126,8 @@ class Ledger:
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass, *, old_id: bool = False) -> None:
-        """Adds a queued task. `old_id`: it was a dead letter and has kept its id, which decides its place."""
+    def enter(self, task: Task, resource_class: ResourceClass, *, requeued_letter: bool = False) -> None:
+        """Adds a queued task. `requeued_letter`: it is a requeued dead letter; its old task_id decides its place."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -134,7 +136,7 @@ class Ledger:
         self.unsettled_bytes += size
         queue.queued += 1
         queue.queued_bytes += size
-        if old_id:
+        if requeued_letter:
             self.classes.put_back(resource_class, task)
         else:
             self.classes.add(resource_class, task)

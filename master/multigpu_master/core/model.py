@@ -103,12 +103,15 @@ class Extra:
     kept_bytes: int = 0  # partials_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
-    begun: bool = False  # whether an attempt that is not charged had begun, or one of a gang under an earlier master
+    # Whether an uncharged attempt had begun, or, of a gang, one under an earlier master: queue_timeout no longer
+    # applies.
+    begun: bool = False
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     reservations_expired: int = 0  # of a gang: reservations that ended before it could begin
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
-    # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
+    # The device_key of the device on which it last failed or was not begun, or the worker_id of the worker that
+    # returned its recalled lease.
     avoid_device_or_worker: str = ""
     broke_on_devices: tuple[str, ...] = ()  # where it broke an engine while the device was reported as healthy
     blamed_devices: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
@@ -158,7 +161,9 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `task_id` is 0 before the core accepts the task, and after the journal has failed to write it."""
+    """A unit of work. `task_id` is 0 before the core accepts a new task, and after the journal has failed to write a
+    task that is not settled.
+    """
 
     spec: Spec
     request_id: str
@@ -231,8 +236,9 @@ class Lease:
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
         """Returns the attempt's (dispatch_s, start_s), so that dispatch_s <= start_s <= finish_s; a start of 0.0 is
-        unknown. The arguments may be times of the worker's clock, which may be wrong. An adopted lease (frame 0) may
-        have been dispatched before self.dispatch_s, at an unknown time before its start.
+        unknown. The arguments may be times of the worker's clock, which may be wrong. Of a lease of an earlier
+        session (frame 0), self.dispatch_s may be the time of its adoption: if the attempt began before that, its start
+        counts as its dispatch.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -251,7 +257,7 @@ class Gang:
     succeeded: int = 0  # ranks that have succeeded
     outcome: Outcome | None = None  # of rank 0; it becomes the task's when all ranks have succeeded
     energy: list[Energy] = field(default_factory=list)  # of ranks that have succeeded and were measured
-    device_s: float = 0.0  # device time of the ranks that have succeeded, without that of the last rank
+    device_s: float = 0.0  # device time of the ranks that have succeeded, without that of the rank that succeeds last
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,11 +291,12 @@ class Worker:
     # Reasons to grant it no leases.
     cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
-    checks_asked: int = 0  # number of the newest check that it was asked for (DesiredState.check); 0: it has passed all
+    # The device has passed all checks once health.checks_passed reaches this number (DesiredState.check). 0: it has.
+    checks_asked: int = 0
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
-    leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
+    gang_leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory reserved for its leases
     leased_shares: int = 0  # sum of its leases' shares of slots
@@ -341,8 +348,8 @@ class Worker:
 
     @property
     def window_full(self) -> bool:
-        """Whether it holds as many leases as it may: pace.leases_max, or, where a slot runs several tasks together, as
-        many as fill info.slots + 1 slots if these are more. It never holds more than window_tasks.
+        """Whether it holds as many leases as it may. The limit is pace.leases_max. Where a slot runs several tasks
+        together, it is at least as many leases as fill info.slots + 1 slots, but not more than window_tasks.
         """
         held = len(self.leases)
         if held < self.pace.leases_max:
@@ -353,7 +360,7 @@ class Worker:
     @property
     def full(self) -> bool:
         """Whether its window is used up, by count or by bytes, or closed for a gang."""
-        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:
+        if self.gang_leases_limit is not None and len(self.leases) >= self.gang_leases_limit:
             return True
         return self.window_full or self.leased_bytes >= self.info.window_bytes
 

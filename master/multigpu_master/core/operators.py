@@ -30,7 +30,7 @@ class Operators:
         worker.cordon = event.cordon
         self._end_drain_at_deadline(worker)
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
-        worker.residency.operator_pins = dict.fromkeys(event.pins)
+        worker.residency.operator_pins = dict.fromkeys(event.pinned_models)
         if event.expected:
             # Of the other workers it is unknown when they were last heard: new workers evict those first.
             worker.heard_s = now
@@ -74,7 +74,7 @@ class Operators:
         self._commands.worker_changed(worker, save=True, gone=True)
 
     def _changed(self, worker: Worker) -> None:
-        self._fleet.members_changed(worker)
+        self._fleet.eligibility_changed(worker)
         self._commands.worker_changed(worker, save=True)
 
     # --- models ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class IdRange:
         self.next_id += 1
         return self.next_id - 1
 
-    def requested(self) -> None:
+    def note_requested(self) -> None:
         """Records that the next range was requested, so that it is requested once only."""
         self.renew_at = self.end + 1
 

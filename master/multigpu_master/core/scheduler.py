@@ -8,7 +8,7 @@ those of clients and the journal.
 from collections.abc import Callable
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full_rejection, rejection
+from multigpu_master.core.admission import RESOURCE_EXHAUSTED, rejection, room_rejection
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.identity import conflict, fingerprint
@@ -96,7 +96,7 @@ class Core:
         self._dispatcher.run(now)
         commands = self._commands.pop_all()
         if self.ids.next_id >= self.ids.renew_at:
-            self.ids.requested()
+            self.ids.note_requested()
             commands.append(ev.RenewIds())
         return commands
 
@@ -106,7 +106,7 @@ class Core:
 
     @property
     def dispatch_unfinished(self) -> bool:
-        """Whether the last dispatch stopped at BLOCKS_MAX: a Tick is due at once."""
+        """Whether the last dispatch stopped at BLOCKS_MAX or LOOKS_MAX: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:
@@ -126,7 +126,7 @@ class Core:
         self._streams.add(event.stream)
 
     def _stream_closed(self, event: ev.StreamClosed, now: float) -> None:
-        """The stream's tasks continue. `follow` removes the closed stream from a task that another stream follows."""
+        """The stream's tasks continue. `follow` drops a task's closed streams when a new stream follows the task."""
         self._streams.discard(event.stream)
 
     def _submit(self, event: ev.Submit, now: float) -> None:
@@ -134,7 +134,8 @@ class Core:
         reason = rejection(ledger, self.fleet, spec, now)
         results: list[Task | ev.Rejection] = []
         fresh: list[Task] = []
-        # A submit that rejection() rejects must not create its queue.
+        # A submit that rejection() rejects must not create its queue. (One that room_rejection() rejects may leave an
+        # empty queue, which prune_queues() removes.)
         queue = ledger.queue(spec.queue) if reason is None else Queue(spec.queue)
         resource_class: ResourceClass | None = None
         key = ""  # partition_key of resource_class
@@ -147,7 +148,7 @@ class Core:
                 results.append(self._join(known, task, event.stream))
                 pending += not followed and event.stream in known.streams and known.outcome is None
                 continue
-            why_not = reason or full_rejection(ledger, ids, queue, len(task.payload))
+            why_not = reason or room_rejection(ledger, ids, queue, len(task.payload))
             if why_not is not None:
                 results.append(why_not)
                 continue
@@ -158,7 +159,7 @@ class Core:
             if resource_class is None or task.partition_key != key:
                 key = task.partition_key
                 resource_class = ledger.classes.get(queue, spec, partition_of(key))
-            ledger.enter(task, resource_class, old_id=dead_letter_id > 0)
+            ledger.enter(task, resource_class, requeued_letter=dead_letter_id > 0)
             results.append(task)
             fresh.append(task)
         ledger.counters.submitted += len(fresh)
@@ -219,7 +220,7 @@ class Core:
         for task in event.tasks:
             ledger.forget(task)
             if task.outcome is None:
-                self._attempts.detach(task, "the master could not write the task to its journal")
+                self._attempts.take_out(task, "the master could not write the task to its journal")
                 ledger.remove_from_counts(task)
                 ledger.counters.unwritten += 1
                 task.task_id = 0

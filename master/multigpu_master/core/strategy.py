@@ -29,8 +29,8 @@ class FleetView(Protocol):
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """Time to load the shape's model on the worker, and later again the models that are unloaded for it. 0.0: the
-        model is loaded, or is being loaded for a lease, or the tasks need no model.
+        """Seconds to load the shape's model on the worker, plus the seconds to load again later the models that are
+        unloaded for it. 0.0: the model is loaded, or is being loaded for a lease, or the tasks need no model.
         """
 
     def resident_workers(self, shape: Shape) -> int:

@@ -1,7 +1,8 @@
 """`Timers` runs callbacks. `Expiries` yields the tasks that have passed one of their time limits.
 
 An expiry is a small tuple, because a million tasks may have several expiries each. Most tasks end before their time
-limits. So the expiries of ended tasks are removed each time the number of expiries has doubled since the last removal.
+limits. So a sweep, which removes the expiries of ended tasks in small steps, begins each time the number of expiries
+has doubled since the last sweep.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from multigpu_master.core.task_table import TaskTable
 
 SWEEP_MIN = 1024  # fewer expiries are not swept
 SWEEP_STEP = 4  # old expiries that a sweep checks whenever an expiry is added
-# Limit of due expiries, and of ephemeral outcomes whose result_ttl is over, that one event handles.
+# Limit of due expiries that one event handles; also of ephemeral outcomes whose result_ttl is over, and of overdue
+# tasks that dispatch ends.
 DUE_MAX = 256
 
 

@@ -18,7 +18,7 @@ from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
 # A worker's larger checkpoint is ignored. Partial outputs that are larger in total are not sent to the next worker.
-CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
+CHECKPOINT_BYTES_MAX, RESENT_PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
 
 
 def fill_leases(
@@ -65,7 +65,7 @@ def extra_bytes(extra: Extra) -> int:
 
 def _resends_partials(extra: Extra) -> bool:
     """Whether a lease carries the partial outputs of earlier attempts."""
-    return extra.partials_bytes <= PARTIALS_BYTES_MAX
+    return extra.partials_bytes <= RESENT_PARTIALS_BYTES_MAX
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:

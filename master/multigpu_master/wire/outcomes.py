@@ -64,7 +64,7 @@ class OutcomeWriter:
         size = len(o.result)
         if payload_messages.may_have_large(size):
             return payload_messages.outcome_body(
-                own.SerializeToString(), self._tail, payload_messages.bytes_of(o.result)
+                own.SerializeToString(), self._tail, payload_messages.checked_value(o.result)
             )
         assert isinstance(o.result, bytes), "references are large"
         head = _RESULT_HEADS[size] if size < len(_RESULT_HEADS) else _RESULT_TAG + varint(size)

@@ -58,7 +58,7 @@ class Peer:
 
     def release_all(self) -> None:
         """Releases all references, and lends no more. Called at the end of the stream, because a reference cycle could
-        delay their `__del__`.
+        keep the Reference objects, and so the files, for longer.
         """
         self.shares = False
         self._lent.clear()
@@ -154,7 +154,7 @@ def take_results(
     return failures
 
 
-def bytes_of(value: bytes | Sized) -> bytes | Reference:
+def checked_value(value: bytes | Sized) -> bytes | Reference:
     """Returns the payload or result unchanged, for the type checker: in the core its type is Sized."""
     assert isinstance(value, (bytes, Reference))
     return value

@@ -33,7 +33,8 @@ class SpecsFullError(Exception):
 class SpecReader:
     """Validates and interns TaskSpec messages.
 
-    `skew`: seconds to add to a client's deadline to convert it to the master's clock. It is added once for each spec.
+    `skew`: seconds to add to a client's deadline to convert it to the master's clock. They are added when a spec is
+    first read; equal specs share the result.
     """
 
     def __init__(self, result_ttl_max_s: float = math.inf, skew: Callable[[], float] = lambda: 0.0) -> None:
@@ -69,8 +70,8 @@ class SpecReader:
                 )
             if len(wire) > SMALL_BYTES and self._large_bytes[spec.queue] + len(wire) > LARGE_BYTES_MAX:
                 raise SpecsFullError(
-                    f"the different parameters and labels of tasks in queue {spec.queue!r} take {LARGE_BYTES_MAX} "
-                    "bytes already: share parameters among tasks, put data in payloads, or try again later"
+                    f"the different parameters and labels of tasks in queue {spec.queue!r} would take more than "
+                    f"{LARGE_BYTES_MAX} bytes: share parameters among tasks, put data in payloads, or try again later"
                 )
             self._keep(spec)
         return spec

@@ -198,7 +198,7 @@ def test_a_pinned_task_goes_to_the_first_of_all_workers_and_a_loss_moves_no_othe
         match dice.randrange(4):
             case 0:
                 worker.cordon = None if worker.cordon else Cordon("")
-                fleet.members_changed(worker)
+                fleet.eligibility_changed(worker)
             case 1:
                 fleet.close_session(worker)
             case 2:

@@ -343,7 +343,7 @@ def test_a_new_attempt_gets_the_outputs_of_the_last_one() -> None:
     batch = worker_service_pb2.LeaseBatch()
     wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert list(batch.extras[0].partials) == [b"one", b"two"]
-    task.ensure_extra().partials_bytes = wire_leases.PARTIALS_BYTES_MAX + 1
+    task.ensure_extra().partials_bytes = wire_leases.RESENT_PARTIALS_BYTES_MAX + 1
     batch.Clear()
     wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert not batch.extras[0].partials

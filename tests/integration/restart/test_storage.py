@@ -229,7 +229,7 @@ def test_a_second_master_is_rejected_and_names_the_first(tmp_path: Path) -> None
         other = Fleet(tmp_path / "other", workers=0, data_dir=fleet.data_dir)
         second = other.start_master(wait=False)
         assert exit_code(second) == EXIT_REJECTED
-        assert f"held by another master (pid {fleet.master.pid} on {socket.gethostname()}" in second.log()
+        assert f"held by another master or by salvage (pid {fleet.master.pid} on {socket.gethostname()}" in second.log()
         assert "--data-dir" in second.log()
         assert fleet.stats().workers_active == 0
         # And when the first is gone, however it went, there is room.

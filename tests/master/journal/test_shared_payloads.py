@@ -98,7 +98,7 @@ def test_a_payload_file_is_synced_before_the_commit(tmp_path: Path, monkeypatch:
 
 def test_a_shared_file_needs_no_further_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "data") as it:
-        free = it.journal._room._share_bytes + (4 << 20)
+        free = it.journal._room._watermark_bytes + (4 << 20)
         large = it.take(Writer(it.payloads.path), bytes(free))
         monkeypatch.setattr(room, "free_bytes", lambda _path: free)
         assert it.write(submit(1, large)) is None
@@ -212,7 +212,7 @@ def test_an_expired_result_lets_its_segment_go(tmp_path: Path) -> None:
             it.write(submit(n, b"small"))
             it.write(settle(n, LargeBody(b"head", it.take(Writer(it.payloads.path), bytes(MIB))), expire_s=0.0))
         assert len(it.names()) == 2
-        it.journal._sweeper._examine(0, 0.0)  # or it would be half a minute
+        it.journal._sweeper._schedule(0, 0.0)  # or it would be half a minute
         until(lambda: it.names() == [])
         stored = it.journal.get_outcome(2)
         assert stored is not None and stored.body is None

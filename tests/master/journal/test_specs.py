@@ -24,7 +24,7 @@ def test_living_large_specs_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(wire_specs, "LARGE_BYTES_MAX", 50_000)
     reader = SpecReader()
     kept = [reader.read(large(n)) for n in range(4)]
-    with pytest.raises(SpecsFullError, match=r"in queue .default. take 50000 bytes already: share parameters"):
+    with pytest.raises(SpecsFullError, match=r"in queue .default. would take more than 50000 bytes: share parameters"):
         reader.read(large(4))
     assert reader.read(large(0)) is kept[0]
     other = large(4)

@@ -35,7 +35,7 @@ EVENTS = (
     ),
     scheduler("a second stream is not followed", "task.streams = (*open_streams, stream)"),
     scheduler(
-        "P10: queues grow without end", "reason or full_rejection(ledger, ids, queue, len(task.payload))", "reason"
+        "P10: queues grow without end", "reason or room_rejection(ledger, ids, queue, len(task.payload))", "reason"
     ),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),
     scheduler("cancel lost", "self._attempts.settle_without_report(task, OutcomeState.CANCELLED, error, now)"),
@@ -47,7 +47,7 @@ EVENTS = (
     ),
     scheduler(
         "a failed submit stays in its class",
-        'self._attempts.detach(task, "the master could not write the task to its journal")',
+        'self._attempts.take_out(task, "the master could not write the task to its journal")',
     ),
     scheduler("a failed submit keeps its place in the accounts", "ledger.remove_from_counts(task)"),
     scheduler("P1: a task is acknowledged that the journal could not write", "task.task_id = 0"),
@@ -139,10 +139,10 @@ EVENTS = (
     ),
     operators(
         "a changed worker is not remembered",
-        "members_changed(worker)\n        self._commands.worker_changed(worker, save=True)\n",
-        "members_changed(worker)\n        self._commands.worker_changed(worker)\n",
+        "eligibility_changed(worker)\n        self._commands.worker_changed(worker, save=True)\n",
+        "eligibility_changed(worker)\n        self._commands.worker_changed(worker)\n",
     ),
-    operators("an uncordon does not fill the worker", "self._fleet.members_changed(worker)"),
+    operators("an uncordon does not fill the worker", "self._fleet.eligibility_changed(worker)"),
     operators(
         "a strategy change forgets what waits",
         "            ledger.strategy = event.name\n        self._ledger.classes.regroup(event.queue)\n",

@@ -22,8 +22,8 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "return not (worker.leases or worker.occupied_slots) and short",
-        "return short",
+        "return not (worker.leases or worker.occupied_slots) and free_if_short",
+        "return free_if_short",
     ),
     gangs(
         "a gang waits while other models are in use",
@@ -39,14 +39,14 @@ GANGS = (
     ),
     gangs(
         "two gangs reserve the same workers",
-        "and (worker.leases_limit is None or worker in mine)",
+        "and (worker.gang_leases_limit is None or worker in mine)",
         "",
         checker="gangs in seeds",
     ),
     gangs("two gangs have a reservation", "and self._key in (None, backlog.key):", "and True:"),
     gangs(
         "a gang begins without the memory that it needs",
-        " and short_of_memory(worker, shape) is None",
+        " and free_if_short(worker, shape) is None",
         "",
     ),
     gangs(
@@ -100,7 +100,7 @@ GANGS = (
     gangs("an elastic gang grows by a worker of its device", "if worker.device_key not in devices]", "]"),
     gangs(
         "an elastic gang never grows",
-        "            self._attempts.interrupt(lease, MORE_WORKERS, now)",
+        "            self._attempts.interrupt(lease, TO_GROW, now)",
         "            pass",
     ),
     attempts(
@@ -158,7 +158,7 @@ GANGS = (
         "self.ready = not any(worker.leases for worker in self._reserved)",
         "self.ready = False",
     ),
-    gangs("the workers of a gang get other tasks", "        lease.worker.leases_limit = 0\n"),
+    gangs("the workers of a gang get other tasks", "        lease.worker.gang_leases_limit = 0\n"),
     gangs(
         "ranks are spread over hosts",
         "    return [worker for worker in workers if place(worker) == best]",
@@ -181,7 +181,7 @@ GANGS = (
     ),
     dispatch(
         "a reserved worker that is done does not wake its gang",
-        " or w.leases_limit is not None]",
+        " or w.gang_leases_limit is not None]",
         "]",
     ),
     dispatch(
@@ -216,7 +216,7 @@ GANGS = (
         "ranks but the first are not granted",
         "        for lease in leases[1:]:\n            self._fleet.add_lease(lease.worker, lease, now)\n",
     ),
-    fleet("the worker of a rank stays closed", "            worker.leases_limit = None\n"),
+    fleet("the worker of a rank stays closed", "            worker.gang_leases_limit = None\n"),
     fleet(
         "workers without an address take ranks",
         "if shape.world_size > 1 and not worker.info.store_address:",
@@ -256,7 +256,7 @@ GANGS = (
     ),
     model(
         "a reserved worker has room",
-        "        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:\n"
+        "        if self.gang_leases_limit is not None and len(self.leases) >= self.gang_leases_limit:\n"
         "            return True\n",
     ),
     model(

@@ -138,7 +138,7 @@ JOURNAL = (
         checker="master/journal/test_write_buffer.py::"
         "test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_all",
     ),
-    statements("a dead letter can be tried again twice", "for task_id in written]\n", "for task_id in ()]\n"),
+    statements("a dead letter can be tried again twice", "for task_id in stored]\n", "for task_id in ()]\n"),
     statements(
         "a task that was retried at once leaves its dead letter",
         "if letters.pop(task_id, None) is None]",
@@ -202,10 +202,10 @@ JOURNAL = (
     wire("P5: no fingerprint is kept", " else None, identity.fingerprint(task),\n", " else None, None,\n"),
     identity(
         "P5: payloads are all alike",
-        'return "another payload" if crc >= 0 and crc != known >> SPEC_BITS else',
+        'return "another payload" if crc >= 0 and crc != known_fingerprint >> SPEC_BITS else',
         "return",
     ),
-    identity("P5: parameters are all alike", "if known & (1 << SPEC_BITS) - 1 != spec.identity:"),
+    identity("P5: parameters are all alike", "if known_fingerprint & (1 << SPEC_BITS) - 1 != spec.identity:"),
     identity(
         "P1: a task that was acknowledged as durable is lost with its master",
         "if again.spec.durable and not durable:",

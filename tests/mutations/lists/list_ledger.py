@@ -13,7 +13,7 @@ LEDGER = (
     Mutation(
         "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.commands"
     ),
-    ledger("tasks of one class run out of order", "if old_id:", seeds=20_000),
+    ledger("tasks of one class run out of order", "if requeued_letter:", seeds=20_000),
     fleet(
         "long run times do not narrow the window", "pace.leases_max = min(pace.leases_max, window)", checker="pytest"
     ),

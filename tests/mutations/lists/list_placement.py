@@ -93,7 +93,7 @@ PLACEMENT = (
         "            self._places.clear()\n            classes.unblock_all()",
         "            classes.unblock_all()",
     ),
-    candidates("device memory ignored", "if short_of_memory(worker, shape) is not None or ", "if "),
+    candidates("device memory ignored", "if free_if_short(worker, shape) is not None or ", "if "),
     candidates(
         "exclusions of a strategy ignored", " or strategy.excludes(shape, worker, fleet) is not None:", ":", seeds=2000
     ),
@@ -146,7 +146,7 @@ PLACEMENT = (
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
     classes("a growing backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
-    classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
+    classes("an item that moved keeps its place", "if item.entry_number == entry_number:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),
     classes_story(
@@ -199,7 +199,7 @@ PLACEMENT = (
     recall("the recall timer is not armed again", "        self._arm(now)\n        over_slots", "        over_slots"),
     recall_story(
         "only some workers of a large fleet are checked",
-        "            del self._checked[worker]\n",
+        "            del self._to_check[worker]\n",
         "            pass\n",
     ),
     recall_story(

@@ -17,7 +17,7 @@ RESIDENCY = (
         "no pause between loads", "if idle or not (self.resting or self.loading_since_s):\n            return", "return"
     ),
     residency("the pause between loads is halved", "now + took_s", "now + took_s / 2"),
-    residency("models to be unloaded are not tracked", "self.loads_instead[other] = model", seeds=1000),
+    residency("models to be unloaded are not tracked", "self.replaced_by[other] = model", seeds=1000),
     residency(
         "ended leases stay in use",
         "del self.lease_counts[model]\n            self.invalidate()\n",

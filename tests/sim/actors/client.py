@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.identity import FREE, conflict
+from multigpu_master.core.identity import REQUEST_ID_FREE, conflict
 from multigpu_master.core.model import Outcome, OutcomeState, Task
 from multigpu_master.core.spec import Spec
 
@@ -213,7 +213,7 @@ class Client:
                 again = again or stored.state != OutcomeState.SUCCEEDED
             if (
                 stored is not None
-                and stored.fingerprint != FREE
+                and stored.fingerprint != REQUEST_ID_FREE
                 and not again
                 and ((stored.task_id, stored.state) != (task_id, outcome.state))
             ):

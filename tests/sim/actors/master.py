@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
-from multigpu_master.core.attempts import MORE_WORKERS
+from multigpu_master.core.attempts import TO_GROW
 from multigpu_master.core.model import EPOCH_IDS, OutcomeState, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.spec import Spec
@@ -193,7 +193,7 @@ class Master:
             coverage["core: classes left for the next event"] += 1
         for command in commands:
             coverage[type(command).__name__] += 1
-            if isinstance(command, ev.Revoke) and command.reason == MORE_WORKERS:
+            if isinstance(command, ev.Revoke) and command.reason == TO_GROW:
                 coverage["core: a gang began again with more workers"] += 1
             if world.tracing:
                 world.trace("    %s", command, brief=True)
@@ -283,7 +283,7 @@ class Master:
             return
         request_ids = [t.request_id for t in tasks if t.request_id not in core.ledger.requests]
         known = self.journal.find_requests(self.write_buffer.perhaps_known(request_ids))
-        known = {r: stored for r, stored in known.items() if stored.fingerprint != identity.FREE}
+        known = {r: stored for r, stored in known.items() if stored.fingerprint != identity.REQUEST_ID_FREE}
         failed: dict[str, SettleRecord] = {}
         if spec.retry_failed:
             failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}

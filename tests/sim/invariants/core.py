@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.attempts import MORE_WORKERS, NOT_BEGUN
+from multigpu_master.core.attempts import NOT_BEGUN, TO_GROW
 from multigpu_master.core.ephemeral import settled_bytes
 from multigpu_master.core.ledger import RANK_ENDED, RUN_GRACE_S
 from multigpu_master.core.model import SLOT, Lease, OutcomeState, Task, Worker, shape_of
@@ -264,7 +264,7 @@ class Invariants:
             saved = isinstance(event, ev.Heartbeat) and any(
                 h.checkpoint for h in event.leases if h.lease_id == lease_id
             )
-            grew = command.reason == MORE_WORKERS and saved and task.spec.world_size_min != task.spec.world_size
+            grew = command.reason == TO_GROW and saved and task.spec.world_size_min != task.spec.world_size
             excused = drained or overdue or gone or full or with_gang or grew
             check(excused, "lease %s was revoked for no reason: %s", lease_id, command.reason)
 
@@ -354,7 +354,7 @@ class Invariants:
         for backlog, live in backlogs.items():
             check(backlog.size == live, "a backlog counts %s tasks, %s are found", backlog.size, live)
             check(blocked.pop(backlog, None) == backlog.blocked_by, "a backlog does not know what blocks it")
-            ready = backlog.ticket > 0 and any(backlog.ticket == entry[1] for entry in classes.ready._heap)
+            ready = backlog.entry_number > 0 and any(backlog.entry_number == entry[1] for entry in classes.ready._heap)
             check(ready == (backlog.blocked_by is None), "a backlog is both ready and blocked, or neither")
         check(not blocked, "an empty backlog is blocked")
         for task in waiting:

@@ -3,7 +3,7 @@
 from collections.abc import Container
 from typing import Protocol
 
-from multigpu_master.core.identity import FREE
+from multigpu_master.core.identity import REQUEST_ID_FREE
 from multigpu_master.core.model import OutcomeState, Task
 
 from tests.sim.journal import Rows
@@ -38,5 +38,5 @@ class Requests:
             return
         stored = self._disk.journal.by_request[task.request_id]
         failed = stored.state != OutcomeState.SUCCEEDED
-        free = stored.fingerprint == FREE or (failed and task.spec.retry_failed)
+        free = stored.fingerprint == REQUEST_ID_FREE or (failed and task.spec.retry_failed)
         check(free, "request %s was task %s, and is taken again", task.request_id, old)

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from multigpu_master.core.model import Worker
-from multigpu_master.core.placement.obstacles import excluded_now, is_one_of, short_of_memory
+from multigpu_master.core.placement.obstacles import blocked_now, free_if_short, is_one_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.workers.fleet import Fleet
 
@@ -30,11 +30,12 @@ class Place(NamedTuple):
 
 class Candidates:
     """The workers that may get tasks of a backlog, the lowest score first. Valid while no worker gains room, at most
-    for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
+    for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again;
+    other changed workers keep their old scores until they come first.
 
-    `among`: only these workers may have gained room since no worker could take the backlog's first task. None: compare
-    all workers, and reset the flags `too_few_tasks` and `no_room_for_model` of the backlog. Sets these flags when
-    workers are left out for these reasons.
+    `among`: the workers that may have gained room after the backlog was blocked; only these are compared. None:
+    compares all workers, and resets the flags `too_few_tasks` and `no_room_for_model` of the backlog. Sets these flags
+    when workers are left out for these reasons.
 
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
     worker's version changes. The caller drops all places when the fleet's members or averages change.
@@ -88,7 +89,7 @@ class Candidates:
     def _place(self, worker: Worker) -> Place:
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
         score, obstacle = 0.0, NO_OBSTACLE
-        if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
+        if free_if_short(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
             obstacle = EXCLUDED
         elif fleet.models_by_id and fleet.model_block(worker, shape) is not None:
             obstacle = NO_ROOM_FOR_MODEL
@@ -97,12 +98,12 @@ class Candidates:
         return Place(score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle)
 
 
-def workers_elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
+def others_and_best(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
     """Returns the eligible and accepting workers, except those that `avoided` (device_keys and worker_ids) names; and
     of these, the worker with the lowest score that may get a task now (None: there is none).
     """
     strategy, shape = backlog.strategy, backlog.shape
     others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
-    free = [w for w in others if not w.full and not excluded_now(fleet, strategy, shape, w)]
+    free = [w for w in others if not w.full and not blocked_now(fleet, strategy, shape, w)]
     first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
     return others, first

@@ -1,5 +1,5 @@
-"""Grants leases: again and again chooses a worker for the first task of the first ready backlog, until no worker has
-room or no backlog is ready.
+"""Grants leases: again and again chooses a worker for the first task of the first ready backlog, until no backlog is
+ready, or no worker has room and no gang can begin.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Task, Worker
-from multigpu_master.core.placement.candidates import Candidates, Place, workers_elsewhere
+from multigpu_master.core.placement.candidates import Candidates, Place, others_and_best
 from multigpu_master.core.placement.gangs import Gangs, form
-from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
+from multigpu_master.core.placement.obstacles import backlog_suffices, free_if_short, is_one_of
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import Backlog, ResourceClass
 from multigpu_master.core.restart import IdRange
@@ -19,8 +19,8 @@ from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 
-# Limits of backlogs that find no worker in one event, and of workers that are looked at for them. The next event, which
-# is due at once, tries the other backlogs.
+# Limits for one event: of the backlogs that find no worker, and of the workers that are compared, over all backlogs.
+# The next event, which is due at once, tries the other backlogs.
 BLOCKS_MAX = 1000
 LOOKS_MAX = 20_000
 # A task that broke an engine pauses for this long, repeatedly, until another device has room.
@@ -43,8 +43,9 @@ class Dispatcher:
         self._recalls = recalls
         self._gangs = gangs
         self._can_grant = can_grant
-        self.unfinished_s: float | None = None  # when `run` stopped at a limit of blocks; None: it did not
-        # Of this event. In `_among` are the backlogs that were blocked until then, and the workers that have changed.
+        self.unfinished_s: float | None = None  # when `run` stopped at BLOCKS_MAX or LOOKS_MAX; None: it did not
+        # For this event only. `_among`: by backlog that this event unblocked, the workers that may have gained room
+        # since the last dispatch.
         self._candidates: dict[Backlog, Candidates] = {}
         self._among: dict[Backlog, list[Worker]] = {}
         self._looked_at = 0  # workers, for all backlogs
@@ -55,8 +56,9 @@ class Dispatcher:
         self._resident = -1
 
     def run(self, now: float) -> None:
-        """Grants the leases that can be granted now. Stops early when BLOCKS_MAX backlogs have found no worker, when it
-        has ended DUE_MAX overdue tasks, or when no id is left; a later event continues.
+        """Grants the leases that can be granted now. Stops early when BLOCKS_MAX backlogs have found no worker, when
+        one finds none after LOOKS_MAX workers were compared, when it has ended DUE_MAX overdue tasks, or when no id is
+        left; a later event continues.
         """
         self.unfinished_s = None
         if not self._can_grant(now):
@@ -98,10 +100,11 @@ class Dispatcher:
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
             lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
-            if ledger.record_lease(lease, now):  # the worker loads the model: a backlog of 1 suffices there
+            if ledger.record_lease(lease, now):
+                # The worker will load the model, so other tasks for the model need no larger backlog to go there.
                 self._look_anew()
                 classes.unblock_all(only_too_few_tasks=True)
-            if self._reservations.by_backlog and self._reservations.granted(backlog):
+            if self._reservations.by_backlog and self._reservations.end_granted(backlog):
                 self._look_anew()
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
@@ -141,7 +144,7 @@ class Dispatcher:
         fleet, pin = self._fleet, backlog.pin
         if pin is not None:
             backlog.no_room_for_model = fleet.model_block(pin, backlog.shape) is not None
-            if not (backlog.no_room_for_model or pin.full or short_of_memory(pin, backlog.shape) is not None):
+            if not (backlog.no_room_for_model or pin.full or free_if_short(pin, backlog.shape) is not None):
                 return pin
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)
@@ -156,7 +159,7 @@ class Dispatcher:
         able = {pin: None} if pin is not None else fleet.eligible(backlog.shape)
         self._ledger.classes.block(backlog, able)
         if fleet.models_by_id and backlog.no_room_for_model:
-            self._reservations.blocked(backlog, now)
+            self._reservations.watch_blocked(backlog, now)
         return None
 
     def _places_for(self, backlog: Backlog) -> dict[Worker, Place]:
@@ -177,7 +180,7 @@ class Dispatcher:
         if not is_one_of(worker, avoided):
             return worker
         fleet, strategy = self._fleet, backlog.strategy
-        others, other = workers_elsewhere(fleet, backlog, avoided)
+        others, other = others_and_best(fleet, backlog, avoided)
         if extra.broke_on_devices and others and other is None:
             return None
         if other and (
@@ -203,7 +206,7 @@ class Dispatcher:
         elif classes.blocked:
             if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
-                changed = [w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None]
+                changed = [w for w in maybe_freed if w in fleet.with_room or w.gang_leases_limit is not None]
                 self._among = dict.fromkeys(classes.unblock_for(changed), changed)
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
                 self._among.clear()

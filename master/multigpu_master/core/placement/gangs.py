@@ -21,11 +21,11 @@ Each rank needs a device of its own: NCCL does not accept two ranks on one devic
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable
 
-from multigpu_master.core.attempts import MORE_WORKERS, Attempts
+from multigpu_master.core.attempts import TO_GROW, Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
-from multigpu_master.core.placement.obstacles import is_one_of, short_of_memory
+from multigpu_master.core.placement.obstacles import free_if_short, is_one_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
@@ -69,8 +69,8 @@ class Gangs:
         old = [worker for worker in self._reserved if self._holds_old(worker)]
         for worker in self._reserved:
             limit = worker.slots if old and worker not in old else 0
-            if worker.leases_limit != limit:
-                worker.leases_limit = limit
+            if worker.gang_leases_limit != limit:
+                worker.gang_leases_limit = limit
                 self._fleet.room_changed(worker)
 
     def _holds_old(self, worker: Worker) -> bool:
@@ -111,7 +111,7 @@ class Gangs:
             worker
             for worker in self._fleet.eligible(shape)
             if worker.accepting
-            and (worker.leases_limit is None or worker in mine)
+            and (worker.gang_leases_limit is None or worker in mine)
             and (worker in own or strategy.excludes(shape, worker, self._fleet) is None)
             and self._fleet.model_block(worker, shape) is None
         ]
@@ -130,7 +130,7 @@ class Gangs:
         able = [worker for worker in self._able(strategy, shape) if worker.device_key not in devices]
         if any(_is_idle(worker, shape) for worker in able) and not self._waits_for(task, own):
             self._growing = task.task_id, now, own
-            self._attempts.interrupt(lease, MORE_WORKERS, now)
+            self._attempts.interrupt(lease, TO_GROW, now)
 
     def _waits_for(self, task: Task, workers: Container[Worker]) -> bool:
         """Whether a waiting task that precedes this one could get one of the workers."""
@@ -162,7 +162,7 @@ class Gangs:
                 self._end_worker_reservation(worker)
         new = [worker for worker in wanted if worker not in self._reserved]
         for worker in new:
-            worker.leases_limit = 0
+            worker.gang_leases_limit = 0
             self._fleet.touch(worker)
             waiting = [x for x in worker.leases.values() if not x.running and x.recalled != worker.session]
             self._commands.recall(worker, waiting)
@@ -191,7 +191,7 @@ class Gangs:
         self._ledger.classes.unblock_all()
 
     def _end_worker_reservation(self, worker: Worker) -> None:
-        worker.leases_limit = None
+        worker.gang_leases_limit = None
         self._fleet.room_changed(worker)
 
     def reserved_for(self, strategy: Strategy, shape: Shape) -> list[Worker]:
@@ -200,7 +200,7 @@ class Gangs:
 
 
 def _is_idle(worker: Worker, shape: Shape) -> bool:
-    return not (worker.leases or worker.occupied_slots) and short_of_memory(worker, shape) is None
+    return not (worker.leases or worker.occupied_slots) and free_if_short(worker, shape) is None
 
 
 def one_per_device(workers: Iterable[Worker]) -> list[Worker]:
@@ -262,4 +262,4 @@ def form(leases: list[Lease]) -> None:
     gang = Gang(leases)
     for rank, lease in enumerate(leases):
         lease.gang, lease.rank = gang, rank
-        lease.worker.leases_limit = 0
+        lease.worker.gang_leases_limit = 0

@@ -9,7 +9,7 @@ from multigpu_master.core.workers.residency import Block
 NAMED_MAX = 8
 
 
-def short_of_memory(worker: Worker, shape: Shape) -> int | None:
+def free_if_short(worker: Worker, shape: Shape) -> int | None:
     """The worker's free device memory, in bytes, if it is too little for the shape; None: enough, or unknown."""
     if not shape.memory_bytes:
         return None
@@ -18,15 +18,15 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
         return None
     if shape.world_size > 1:  # a rank is its worker's only lease, so all other models can be unloaded
         residency = worker.residency
-        own = residency.names.get(shape.model, shape.model)
+        own = residency.id_of_name.get(shape.model, shape.model)
         free += sum([model.memory_bytes for model in residency.reported.values() if model.model != own])
     free -= worker.leased_memory_bytes
     return free if free < shape.memory_bytes else None
 
 
-def excluded_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
+def blocked_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
     """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now."""
-    if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
+    if free_if_short(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
         return True
     return fleet.models_by_id and fleet.model_block(worker, shape) is not None
 
@@ -54,7 +54,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
         why.append("draining")
     if worker.stopping:
         why.append("stopping")
-    if worker.leases_limit is not None and len(worker.leases) >= worker.leases_limit:
+    if worker.gang_leases_limit is not None and len(worker.leases) >= worker.gang_leases_limit:
         task_id = next((lease.task.task_id for lease in worker.leases.values() if lease.gang is not None), 0)
         why.append(f"runs a rank of task {task_id}" if task_id else "reserved for a task that several workers run")
     if worker.window_full:
@@ -67,7 +67,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
             why.append(f"window full ({leases} of {allowed} leases)")
     if worker.leased_bytes >= worker.info.window_bytes:
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
-    if (free := short_of_memory(worker, shape)) is not None:
+    if (free := free_if_short(worker, shape)) is not None:
         why.append(f"{shape.memory_bytes} bytes of device memory required, {free} free")
     if (block := fleet.model_block(worker, shape)) is not None:
         why.append(_model_blocked(fleet, worker, shape, block))

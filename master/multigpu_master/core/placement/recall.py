@@ -17,7 +17,7 @@ from itertools import islice
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Worker, shape_of
-from multigpu_master.core.placement.obstacles import backlog_suffices, excluded_now
+from multigpu_master.core.placement.obstacles import backlog_suffices, blocked_now
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
@@ -42,7 +42,7 @@ class Recalls:
         self._timers = timers
         self._commands = commands
         self._can_grant = can_grant
-        self._checked: dict[Worker, None] = {}  # includes all for which _has_waiting_leases is true
+        self._to_check: dict[Worker, None] = {}  # includes all for which _has_waiting_leases is true
         self._armed = False  # whether the timer of the next check is set
 
     def watch(self, worker: Worker, now: float) -> None:
@@ -50,7 +50,7 @@ class Recalls:
         leases may wait there, the checks include the worker from now on.
         """
         if _has_waiting_leases(worker):
-            self._checked[worker] = None
+            self._to_check[worker] = None
             if not self._armed:
                 self._arm(now)
 
@@ -60,13 +60,13 @@ class Recalls:
 
     def _check_windows(self, now: float) -> None:
         self._armed = False
-        workers = list(islice(self._checked, WORKERS_MAX))
+        workers = list(islice(self._to_check, WORKERS_MAX))
         for worker in workers:
-            del self._checked[worker]
+            del self._to_check[worker]
         workers = [w for w in workers if w.session and _has_waiting_leases(w)]
         # The next check begins with another worker: the first workers may use up CHECKED_MAX.
-        self._checked |= dict.fromkeys(workers[1:] + workers[:1])
-        if not self._checked:
+        self._to_check |= dict.fromkeys(workers[1:] + workers[:1])
+        if not self._to_check:
             return
         self._arm(now)
         over_slots = [w for w in workers if len(w.leases) > w.slots]
@@ -77,8 +77,9 @@ class Recalls:
             self._recall_for_urgent(over_slots, now)
 
     def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
-        """Recalls waiting leases for workers with free slots: for each such worker, as many as it has free slots, or an
-        equal part of the leases that wait in another worker's window if that is more and its own window has room.
+        """Recalls waiting leases for workers with free slots. For each such worker, recalls as many as fill its slots,
+        or an equal share of the leases that wait in another worker's window if that is more; a share only as far as the
+        free worker's own window has room. The workers with free slots and the other worker have equal shares.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
@@ -116,7 +117,7 @@ class Recalls:
             queued = ledger.classes.queued(strategy, shape) + 1  # with the lease's own task
             found = cache[spec.queue, shape, loaded] = [
                 w for w in free
-                if w in able and not w.full and not excluded_now(fleet, strategy, shape, w)
+                if w in able and not w.full and not blocked_now(fleet, strategy, shape, w)
                 and backlog_suffices(fleet, strategy, shape, w, queued)
                 and (not loaded or _has_loaded(fleet, w, shape))
             ]  # fmt: skip
@@ -141,7 +142,7 @@ class Recalls:
             for worker, known in less_urgent.items():
                 if not needed:
                     break
-                if known == [] or worker not in able or excluded_now(fleet, backlog.strategy, backlog.shape, worker):
+                if known == [] or worker not in able or blocked_now(fleet, backlog.strategy, backlog.shape, worker):
                     continue
                 waiting = self._waiting(worker, now, last_first=True) if known is None else known
                 leases = [x for x in waiting if x.task.spec.priority > priority]  # no later backlog is more urgent
@@ -155,16 +156,16 @@ class Recalls:
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
         """A worker's leases that may be recalled, the best to recall first: by priority and task_id, or with last_first
-        in the reverse order. At the end are the leases that likely run, although no heartbeat has reported it yet: the
-        oldest, one for each slot without a running or recalled lease.
+        in the reverse order. Last come the leases that likely run already, although no heartbeat has reported it yet:
+        the oldest, one for each slot that no running or recalled lease takes.
         """
-        leases, excluded = [], 0
+        leases, busy = [], 0
         for lease in worker.leases.values():
             if lease.running or lease.recalled == worker.session:
-                excluded += 1
+                busy += 1
             elif lease.dispatch_s <= now - CHECK_S and self._may_recall(lease):
                 leases.append(lease)
-        likely = max(0, worker.slots - excluded)  # number of leases that likely run
+        likely = max(0, worker.slots - busy)  # number of leases that likely run
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
         return order + leases[:likely]
 

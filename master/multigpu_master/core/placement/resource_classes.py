@@ -17,23 +17,24 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# put_back() looks for a task's place among this many first tasks; behind them, retries may be out of order.
+# put_back() looks for a task's place among at most this many tasks at the front; behind these, retries may be out of
+# order.
 SORTED_IN = 64
 # A queue or heap with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
 
 
 # Numbers of heap entries. All heaps share them, because an item may move from one heap to another.
-_TICKETS = itertools.count(1)
+_ENTRY_NUMBERS = itertools.count(1)
 # The priority and the task_id of a first task.
 Position = tuple[int, int]
 
 
 class _Item(Protocol):
     # The number of its entry in a heap; 0: it is in no heap.
-    ticket: int
+    entry_number: int
     # The position that this entry has.
-    placed_at: Position
+    entry_position: Position
 
     @property
     def position(self) -> Position: ...
@@ -48,35 +49,36 @@ class ByFirstTask(Generic[I]):
     __slots__ = ("_heap", "_items")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Position, int, I]] = []  # an entry is stale unless its item has its ticket
+        # (position, entry_number, item). An entry is stale unless its item has the same entry_number.
+        self._heap: list[tuple[Position, int, I]] = []
         self._items = 0
 
     def place(self, item: I) -> None:
         """Adds an item, or moves it after a change of its position."""
-        heap, before, position = self._heap, item.ticket, item.position
-        if before and item.placed_at == position:
+        heap, before, position = self._heap, item.entry_number, item.position
+        if before and item.entry_position == position:
             return
-        item.ticket, item.placed_at = next(_TICKETS), position
-        entry = position, item.ticket, item
+        item.entry_number, item.entry_position = next(_ENTRY_NUMBERS), position
+        entry = position, item.entry_number, item
         if before and heap[0][1] == before:
             heapreplace(heap, entry)
             return
         heappush(heap, entry)
         self._items += not before
         if len(heap) > 2 * self._items + STALE_MIN:
-            self._heap = [each for each in heap if each[2].ticket == each[1]]
+            self._heap = [each for each in heap if each[2].entry_number == each[1]]
             heapify(self._heap)
 
     def remove(self, item: I) -> None:
         """Removes an item, if it is here."""
-        self._items -= item.ticket > 0
-        item.ticket = 0
+        self._items -= item.entry_number > 0
+        item.entry_number = 0
 
     def first(self) -> I | None:
         heap = self._heap
         while heap:
-            _, ticket, item = heap[0]
-            if item.ticket == ticket:
+            _, entry_number, item = heap[0]
+            if item.entry_number == entry_number:
                 return item
             heappop(heap)
         return None
@@ -87,7 +89,7 @@ class ResourceClass:
     entry, which is dropped when it comes first, or when most entries are of ended tasks.
     """
 
-    __slots__ = ("backlog", "placed_at", "position", "priority", "queue", "shape", "size", "tasks", "ticket")
+    __slots__ = ("backlog", "entry_number", "entry_position", "position", "priority", "queue", "shape", "size", "tasks")
 
     def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
         self.queue = queue
@@ -97,8 +99,8 @@ class ResourceClass:
         self.size = 0  # waiting tasks
         self.position: Position = (priority, 0)
         self.backlog: Backlog | None = None  # None: nothing waits, or the queue is paused
-        self.ticket = 0  # in backlog.classes
-        self.placed_at = self.position
+        self.entry_number = 0  # in backlog.classes
+        self.entry_position = self.position
 
     def key(self) -> tuple[str, int, Shape]:
         return self.queue.name, self.priority, self.shape
@@ -131,8 +133,8 @@ class Backlog:
     """See the module."""
 
     __slots__ = (
-        "blocked_by", "classes", "no_room_for_model", "pin", "placed_at", "shape", "size", "strategy", "ticket",
-        "too_few_tasks",
+        "blocked_by", "classes", "entry_number", "entry_position", "no_room_for_model", "pin", "shape", "size",
+        "strategy", "too_few_tasks",
     )  # fmt: skip
 
     def __init__(self, strategy: Strategy, shape: Shape, pin: Worker | None) -> None:
@@ -141,8 +143,8 @@ class Backlog:
         self.pin = pin  # the only worker for its tasks, if the strategy is pinned and there is one
         self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
         self.size = 0  # waiting tasks
-        self.ticket = 0  # in ResourceClasses.ready
-        self.placed_at: Position = (0, 0)
+        self.entry_number = 0  # in ResourceClasses.ready
+        self.entry_position: Position = (0, 0)
         self.blocked_by: Blocker | None = None  # None: it is ready
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
@@ -163,7 +165,8 @@ class Backlog:
         return first.head() if first is not None else None
 
 
-# The key of blocked backlogs that wait for the same workers: the pin, or id() of the dict that Fleet.eligible returned.
+# A key of ResourceClasses.blocked, shared by all backlogs that wait for the same workers: the pin, or id() of the dict
+# that Fleet.eligible returned.
 Blocker = Worker | int
 
 
@@ -273,7 +276,7 @@ class ResourceClasses:
         """Moves a class, and its backlog, to the positions of their first tasks."""
         head = resource_class.head()
         assert head is not None, "it has tasks"
-        if head.task_id != resource_class.position[1] or not resource_class.ticket:
+        if head.task_id != resource_class.position[1] or not resource_class.entry_number:
             resource_class.position = resource_class.priority, head.task_id
             backlog.classes.place(resource_class)
             if backlog.blocked_by is None:

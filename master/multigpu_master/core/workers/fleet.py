@@ -38,7 +38,7 @@ class Fleet:
         self.sessions: dict[int, Worker] = {}
         self.with_room: dict[Worker, None] = {}  # accepting workers with room in their windows
         self.maybe_freed: dict[Worker, None] = {}  # workers that may have gained room since the last pop_maybe_freed
-        self.membership_changes = 0  # counts the calls of members_changed
+        self.membership_changes = 0  # counts the calls of eligibility_changed
         self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
         self.models_by_id = False  # whether any worker has ever offered models by id
@@ -69,8 +69,8 @@ class Fleet:
         worker.shares = {c.kind: max(1, SLOT // c.concurrency) for c in info.capabilities if c.concurrency > 1}
         worker.residency.offer(info.models, info.model_memory_bytes)
         self.models_by_id = self.models_by_id or bool(info.models)
-        self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
-        self.members_changed(worker)
+        self._record_sizes((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
+        self.eligibility_changed(worker)
 
     def evict_lost_worker_for(self, worker_id: str, token_id: str = "") -> Worker | None:
         """Call before a worker joins. If the worker is new, and the lost workers have reached their limit
@@ -91,7 +91,7 @@ class Fleet:
 
     def forget(self, worker: Worker) -> None:
         del self.workers[worker.worker_id]
-        self.members_changed(worker)
+        self.eligibility_changed(worker)
 
     def open_session(self, worker: Worker, session: int, now: float) -> None:
         worker.session = session
@@ -101,18 +101,18 @@ class Fleet:
         worker.connect_s = worker.heard_s = now
         worker.pace.restart(worker.info, now)
         self.sessions[session] = worker
-        self.members_changed(worker)
+        self.eligibility_changed(worker)
 
     def close_session(self, worker: Worker) -> None:
         """Marks the worker as lost. The caller has released its leases, except those that its next session keeps."""
         self.sessions.pop(worker.session, None)
         worker.session = 0
         worker.residency.lost()
-        self.members_changed(worker)
+        self.eligibility_changed(worker)
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def members_changed(self, worker: Worker) -> None:
+    def eligibility_changed(self, worker: Worker) -> None:
         """Call when a worker joined or left, or when the tasks that it can run or may be granted have changed."""
         self.membership_changes += 1
         self._groups.clear()
@@ -226,18 +226,18 @@ class Fleet:
         residency = worker.residency
         if not residency.offered:
             return ""
-        found = residency.ids.get((kind, model))
+        found = residency.id_of_key.get((kind, model))
         if found is None:
-            if len(residency.ids) > MODEL_KEYS_MAX:
-                residency.ids.clear()
+            if len(residency.id_of_key) > MODEL_KEYS_MAX:
+                residency.id_of_key.clear()
             name = self.model_of(worker, _plain_shape((kind, model)))
-            found = residency.ids[kind, model] = residency.names.get(name, "")
+            found = residency.id_of_key[kind, model] = residency.id_of_name.get(name, "")
         return found
 
     def model_block(self, worker: Worker, shape: Shape) -> Block | None:
         """The reason why the shape's model can't be used on this worker now; None: it can."""
         residency = worker.residency
-        model = residency.ids.get((shape.kind, shape.model))
+        model = residency.id_of_key.get((shape.kind, shape.model))
         if model is None:
             model = self.model_id(worker, shape.kind, shape.model)
         return residency.blocked(model, idle=not worker.leases, for_rank=shape.world_size > 1) if model else None
@@ -248,11 +248,12 @@ class Fleet:
         return bool(reserved_model) and reserved_model == self.model_id(worker, shape.kind, shape.model)
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """The expected time to load the shape's model, and later again the models that must be unloaded for it, in
-        seconds. 0.0: it is loaded, or a granted lease already makes the worker load it, or the tasks need no model.
+        """The expected time to load the shape's model, plus the time to load again later the models that must be
+        unloaded for it, in seconds. 0.0: it is loaded, or a granted lease already makes the worker load it, or the
+        tasks need no model.
         """
         residency = worker.residency
-        model = residency.ids.get((shape.kind, shape.model)) if self.models_by_id else ""
+        model = residency.id_of_key.get((shape.kind, shape.model)) if self.models_by_id else ""
         if model is None:
             model = self.model_id(worker, shape.kind, shape.model)
         if model:
@@ -275,7 +276,7 @@ class Fleet:
         """Applies the list of models in a heartbeat."""
         if worker.residency.heard(models, last_frame, now):
             self._resident_changed()
-            self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
+            self._record_sizes((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
     def became_idle(self, worker: Worker) -> None:
         """Call when the worker holds no lease. Then its heartbeats list all models that are loaded, so the record of
@@ -285,7 +286,7 @@ class Fleet:
         if any(self.load_s(worker, _plain_shape(key)) > 0 for key in granted):
             self._resident_changed()
 
-    def _measured(self, sizes: Iterable[tuple[str, int, float]]) -> None:
+    def _record_sizes(self, sizes: Iterable[tuple[str, int, float]]) -> None:
         """Records measurements: (model id, memory in bytes, loading time in seconds). 0: not measured."""
         before = self.sizes.changes
         for model, memory_bytes, load_s in sizes:
@@ -302,7 +303,7 @@ class Fleet:
         unit_s = worker.pace.unit_s.get(key) or self._unit_s.values.get(key, UNIT_S)
         return unit_s * (units or self._units.values.get(key, 1.0))
 
-    def learned(self, worker: Worker, key: Key, n: int, units: int, ran_s: float, now: float) -> None:
+    def record_run(self, worker: Worker, key: Key, n: int, units: int, ran_s: float, now: float) -> None:
         """Records that n tasks of one (kind, model), which had `units` units of work in all, together ran for ran_s
         seconds.
         """
@@ -314,12 +315,12 @@ class Fleet:
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, narrows its window to the fastest pace that is possible after this silence, and raises the expected time
-        of its late leases.
+        PACE_S, narrows its window to the leases that it could end in WINDOW_S at the fastest pace that this silence
+        allows, and raises the expected time of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
-        ended in its last report if these are more. A late lease is expected to take as long as it has taken until now:
-        the time since the last report or since its dispatch, whichever is later, divided among the tasks of a slot.
+        ended in its last report if these are more. The new expected time of a late lease is the time since its
+        dispatch, or since the last report if that was later, divided by the tasks of a slot.
         """
         pace, slots = worker.pace, worker.info.slots
         silent_s = now - pace.reported_s
@@ -384,9 +385,9 @@ class Fleet:
         self.room_changed(lease.worker)
 
     def subtract_leases(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
-        """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts leases_limit."""
+        """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts gang_leases_limit."""
         if leases and leases[0].gang is not None:
-            worker.leases_limit = None
+            worker.gang_leases_limit = None
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])

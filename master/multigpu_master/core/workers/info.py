@@ -56,10 +56,10 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What a heartbeat reports about the engine processes. Empty bytes: not reported."""
+    """What a heartbeat reports about the engine processes."""
 
     embedding_cache: bytes | None = None  # the serialized EmbeddingCache; None: the worker has none
-    mps: bytes = b""  # the serialized MpsStatus
+    mps: bytes = b""  # the serialized MpsStatus; empty: not reported
     handlers: bytes | None = None  # the serialized Handlers; None: the worker has none
 
 
@@ -113,7 +113,7 @@ class Capability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker announces when its session begins."""
+    """What a worker announces when its session begins. A later catalog replaces the capabilities and models."""
 
     worker_id: str
     host: str = ""

@@ -7,9 +7,9 @@ from its last loading; of the models that ask, the one that has asked longest ge
 models that must make room get no new leases there; their leases end as usual, and then the waiting model gets its
 lease. A reservation takes no room from pinned models, nor from models with leases of a more important priority.
 
-So a model that asks while n others ask begins to load at the latest after n + 1 times: the loading before it, a rest of
-the same length, and the time until the leases of the models that go have ended. docs/decisions/0011-residency.md has
-the reasoning.
+So if n other models ask, a model waits for at most n + 1 periods before it begins to load. A period is the loading
+before it, a rest of the same length, and the time until the leases of the models to unload have ended.
+docs/decisions/0011-residency.md has the reasoning.
 """
 
 from multigpu_master.core.model import Worker
@@ -32,7 +32,7 @@ class LoadReservations:
 
     # --- backlogs that wait ------------------------------------------------------------------------------------------
 
-    def blocked(self, backlog: Backlog, now: float) -> None:
+    def watch_blocked(self, backlog: Backlog, now: float) -> None:
         """Call when no worker has room for a backlog's model."""
         if backlog not in self._watched:
             self._watched[backlog] = None
@@ -103,7 +103,7 @@ class LoadReservations:
             self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
 
     def _is_free(self, worker: Worker) -> bool:
-        residency, for_gang = worker.residency, worker.leases_limit is not None
+        residency, for_gang = worker.residency, worker.gang_leases_limit is not None
         busy = residency.reserved_model or residency.resting or residency.loading_since_s or for_gang
         return worker.accepting and not busy
 
@@ -130,7 +130,7 @@ class LoadReservations:
         worker.residency.reserve(model, _models_to_unload(worker, model, self._priority(backlog)) or ())
         self._fleet.models_changed(worker)
 
-    def granted(self, backlog: Backlog) -> bool:
+    def end_granted(self, backlog: Backlog) -> bool:
         """Ends the reservation of a backlog whose first task was granted a lease. Returns whether there was one."""
         reserved = backlog in self.by_backlog
         self._end(backlog)
@@ -177,7 +177,7 @@ class LoadReservations:
 
         self._timers.at(worker.residency.rest_until_s, over)
 
-    def model_answered(self, worker: Worker, model: str, now: float) -> None:
+    def task_succeeded_on(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.loading_since_s:
             worker.residency.record_loaded(model, now)
@@ -186,7 +186,7 @@ class LoadReservations:
 
 def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | None:
     """The models in use to unload for `model`, the least recently used first. A model may be unloaded if it has leases,
-    none of a more important priority, and is not pinned. None: that frees too little memory, and others stay.
+    none of a more important priority, and is not pinned. None: the models that must stay leave too little memory.
     """
     residency = worker.residency
     pinned = residency.pinned()

@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from multigpu_master.core.workers.info import WorkerInfo
 
 WINDOW_S = 0.5
-# Minimum time of a measurement, in seconds. Tasks that ran together come in one report, so a measurement with only one
-# report says nothing about the pace. The first measurement of a session may be shorter, so that the window of a
-# worker with fast tasks soon widens.
+# Minimum time of a measurement, in seconds. One report has all tasks that ran together, so a measurement must be long
+# enough for several reports. The first measurement of a session may be shorter, so that the window of a worker with
+# fast tasks soon widens.
 PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
 # Minimum time between two changes of an average that all scores depend on, in seconds.
 STEP_S = 1.0
-# Limit of entries in each dict by (kind, model): the averages here, and `ids` and `granted_without_id` of Residency.
-# Beyond it, the averages and `granted_without_id` lose the entry that was added first; `ids`, a cache, is emptied.
+# Limit of entries in each dict by (kind, model): the averages here, and `id_of_key` and `granted_without_id` of
+# Residency. Beyond it, the averages and `granted_without_id` lose the entry that was added first; `id_of_key`, a cache,
+# is emptied.
 MODEL_KEYS_MAX = 10_000
 
 # The kind and the model that tasks name.

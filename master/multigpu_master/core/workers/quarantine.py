@@ -4,12 +4,12 @@ Every heartbeat has the device's health. While a device is sick or recovering, o
 requested, its worker is quarantined: it gets no leases. A heartbeat that reports a healthy device ends the quarantine.
 
 An engine may break because of the task or because of the device. Two observations distinguish the causes:
-- a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and neither device
-  is blamed for it, nor for other tasks of its kind and model, for a while;
+- a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and for a while no
+  device is blamed for tasks of its kind and model;
 - a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
   requests a check from its worker, and each of these tasks gets another attempt. This needs another connected device
   to compare with.
-A device that reports that it is sick is blamed for the engines that broke on it.
+A device that reports that it is sick is blamed for the engines that broke on it, also for those that made it suspect.
 
 The breaker counts the devices quarantined within a window. If they are more than a share of the connected devices, it
 trips, because they probably have a common cause (a driver, a power supply, a bad release). Until an operator resets the
@@ -30,8 +30,8 @@ SUSPECT_AT_TASKS = 3
 # A task is condemned when it broke engines on this many different devices.
 CONDEMN_AT_DEVICES = 2
 # Codes of health reasons by which a worker only repeats that the master has asked for a check.
-ASKED = ("tasks_fail", "check_requested")
-# Limit of (kind, model) pairs that are kept as having a condemned task.
+CODES_OF_ASKED_CHECKS = ("tasks_fail", "check_requested")
+# Limit of the entries in `_condemned`.
 KINDS_MAX = 1024
 
 
@@ -70,10 +70,11 @@ class Quarantine:
 
     def heard(self, worker: Worker, health: Health, now: float) -> None:
         """Applies the health in a heartbeat."""
-        own_findings = any(reason.code not in ASKED for reason in health.reasons)
+        own_findings = any(reason.code not in CODES_OF_ASKED_CHECKS for reason in health.reasons)
         worker.health = health
         if worker.checks_asked and not worker.check_open:
-            worker.checks_asked = 0  # else a restarted worker, which counts from 0, would seem to lack checks
+            # A restarted worker counts its checks from 0: with the old number it would seem not to have passed them.
+            worker.checks_asked = 0
             self._commands.worker_changed(worker, save=True)
         if not health.fit and own_findings:
             self._blame(worker.device_key)
@@ -96,7 +97,7 @@ class Quarantine:
 
     def _set(self, worker: Worker, *, quarantined: bool) -> None:
         worker.quarantined = quarantined
-        self._fleet.members_changed(worker)
+        self._fleet.eligibility_changed(worker)
         self._commands.worker_changed(worker, save=True)
 
     # --- the breaker -------------------------------------------------------------------------------------------------
@@ -116,9 +117,9 @@ class Quarantine:
             return True
         breaker.tripped_s = now
         message = (
-            f"{count} of {self.device_count()} devices fell sick within {breaker.window_s:g} s, and at most {most} are "
-            "quarantined automatically: look for a common cause (driver, power, cooling, a new release), then run "
-            "mgpuctl breaker reset"
+            f"{count} of {self.device_count()} devices were found sick or suspect within {breaker.window_s:g} s, and "
+            f"at most {most} are quarantined automatically: look for a common cause (driver, power, cooling, a new "
+            "release), then run mgpuctl breaker reset"
         )
         self._commands.add(ev.BreakerChanged(now, message))
         return False

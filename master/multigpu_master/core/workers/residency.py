@@ -2,11 +2,12 @@
 
 A worker loads a model when a lease on it arrives, and first unloads models without leases, the least recently used
 first, until there is enough memory. So the master controls loading through the leases that it grants. A model is
-*placed* where the last heartbeat lists it, or where a lease on it is live or not yet acknowledged. Models *in use*
-can't be unloaded: those with leases, pinned models, those being loaded, and the model with a load reservation
-(load_reservations.py). A lease on another model is granted only where that model fits beside those in use. If models
-must be unloaded for it, the worker must also have rested since its last loading for as long as that loading took, or be
-idle: a busy worker spends at most half of its time on loading.
+*placed* where the last heartbeat lists it as loading or ready, and no lease granted since makes the worker unload it,
+or where a lease on it is live or not yet acknowledged. Models *in use* can't be unloaded: those with leases, pinned
+models, those being loaded, and the model with a load reservation (load_reservations.py). A lease on another model is
+granted only where that model fits beside those in use. If models must be unloaded for it, the worker must also have
+rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most half of its
+time on loading.
 
 The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
 """
@@ -65,12 +66,12 @@ class Residency:
     sizes: ModelSizes = field(default_factory=ModelSizes)
     limit_bytes: int = 0  # for all loaded models; 0: unknown
     offered: dict[str, Model] = field(default_factory=dict)  # by id
-    names: dict[str, str] = field(default_factory=dict)  # name or id in a task -> id
-    ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
+    id_of_name: dict[str, str] = field(default_factory=dict)  # name or id in a task -> id
+    id_of_key: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
     lease_counts: dict[str, int] = field(default_factory=dict)  # model -> live leases
     unacknowledged_frames: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease
-    loads_instead: dict[str, str] = field(default_factory=dict)  # model to be unloaded -> model that replaces it
+    replaced_by: dict[str, str] = field(default_factory=dict)  # model to be unloaded -> model that replaces it
     last_uses: dict[str, int] = field(default_factory=dict)  # model -> sequence number of its last grant or release
     loading_since_s: dict[str, float] = field(default_factory=dict)  # model -> when its loading began
     operator_pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
@@ -83,7 +84,7 @@ class Residency:
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
     _use_counter: int = 0
-    _sizes_version: int = 0  # value of sizes.changes when the caches were last valid
+    _sizes_version: int = 0  # value of sizes.changes when fits() last emptied the caches
     # Caches; None: stale.
     _in_use: dict[str, None] | None = None
     _in_use_bytes: int | None = None
@@ -95,9 +96,9 @@ class Residency:
         """Replaces the models that the worker offers, and its memory limit."""
         self.limit_bytes = limit_bytes
         self.offered = {m.model_id: m for m in models}
-        self.names = {model_id: model_id for model_id in self.offered}
-        self.names |= {m.name: model_id for model_id, m in self.offered.items() if m.current or not m.version}
-        self.ids = {}
+        self.id_of_name = {model_id: model_id for model_id in self.offered}
+        self.id_of_name |= {m.name: model_id for model_id, m in self.offered.items() if m.current or not m.version}
+        self.id_of_key = {}
         self.last_uses = {m: nth for m, nth in self.last_uses.items() if m in self.offered}
         self.invalidate()
 
@@ -120,7 +121,7 @@ class Residency:
 
     def placed(self, model: str) -> bool:
         reported = self.reported.get(model)
-        if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.loads_instead:
+        if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.replaced_by:
             return True
         return model in self.unacknowledged_frames or model in self.lease_counts
 
@@ -131,7 +132,7 @@ class Residency:
 
     def operator_pinned_ids(self) -> dict[str, None]:
         """The ids of the models that an operator pinned and the worker offers."""
-        return {self.names[name]: None for name in self.operator_pins if name in self.names}
+        return {self.id_of_name[name]: None for name in self.operator_pins if name in self.id_of_name}
 
     def pinned(self) -> dict[str, None]:
         """The ids of the models that an operator pinned, or that the worker reports as pinned."""
@@ -222,7 +223,7 @@ class Residency:
         if loads:
             # Evicted models do not count as placed until a heartbeat lists `model`, or the leases on it have ended.
             for other in self.evicted_for(model):
-                self.loads_instead[other] = model
+                self.replaced_by[other] = model
                 self.unacknowledged_frames.pop(other, None)
         self.lease_counts[model] = uses + 1
         self.unacknowledged_frames[model] = frame
@@ -263,9 +264,9 @@ class Residency:
         self.reported = {r.model: r for r in models}
         for model in [m for m, frame in self.unacknowledged_frames.items() if frame <= last_frame]:
             del self.unacknowledged_frames[model]
-        for model, other in list(self.loads_instead.items()):
+        for model, other in list(self.replaced_by.items()):
             if other in self.reported or other not in self.lease_counts:
-                del self.loads_instead[model]
+                del self.replaced_by[model]
         for resident in self.reported.values():
             if resident.state is ModelState.LOADING:
                 self.loading_since_s.setdefault(resident.model, now)
@@ -279,7 +280,7 @@ class Residency:
 
     def lost(self) -> None:
         """The session is over: nothing is known until the next heartbeat. `operator_pins` and `unwanted` stay."""
-        self.reported, self.unacknowledged_frames, self.loads_instead = {}, {}, {}
+        self.reported, self.unacknowledged_frames, self.replaced_by = {}, {}, {}
         self.loading_since_s, self.granted_without_id = {}, {}
         self.resting, self.rest_until_s = False, 0.0
         self.reserved_model, self.retiring = "", {}
@@ -296,11 +297,11 @@ class Residency:
 
     def pin(self, name: str) -> None:
         self.operator_pins[name] = None
-        self.unwanted.pop(self.names.get(name, name), None)
+        self.unwanted.pop(self.id_of_name.get(name, name), None)
 
     def unload(self, name: str) -> None:
         """Unloads the model, or all its versions, for an operator. A model that is not loaded is only unpinned."""
-        for pin in [p for p in self.operator_pins if is_version(p, name) or self.names.get(p) == name]:
+        for pin in [p for p in self.operator_pins if is_version(p, name) or self.id_of_name.get(p) == name]:
             del self.operator_pins[pin]
         known = dict.fromkeys((*self.reported, *self.unacknowledged_frames, *self.lease_counts, *self.loading_since_s))
         for model in [m for m in known if is_version(m, name)]:

@@ -57,7 +57,7 @@ class Sessions:
     def hello(self, event: ev.Hello, now: float) -> None:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
-        # Tasks and leases share one sequence of ids. Those from ids_end on are another journal's (see ev.Hello).
+        # Tasks and leases share one sequence of ids. Ids of ids_end or above are another journal's (see ev.Hello).
         ours = [h for h in event.leases if h.granted_by_this_journal and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
@@ -91,8 +91,8 @@ class Sessions:
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
-        leased, or if the attempt's failure was reported. For a gang, only keeps rank 0's checkpoint, and
-        that an attempt has begun, and returns False.
+        leased, or if the attempt's failure was reported. For a gang, returns False, and keeps only rank 0's checkpoint
+        and the fact that an attempt has begun.
         """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
@@ -110,7 +110,8 @@ class Sessions:
             self._ledger.classes.remove(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
-            extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost when its session ended
+            # If the lease was counted as lost when its session ended, that no longer counts.
+            extra.losses = max(0, extra.losses - 1)
         task.attempts = max(task.attempts, held.attempt)
         lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
         self._ledger.record_lease(lease, now)
@@ -138,8 +139,8 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.engine = event.engine
-        # Even if the health is unchanged: a quarantine that was read from the journal may have to end, or a sick worker
-        # that the tripped breaker kept in service must be quarantined, because an operator has reset the breaker.
+        # Also if the health is unchanged: a quarantine that was read from the journal may have to end. And once an
+        # operator has reset the breaker, a sick worker that the tripped breaker kept in service must be quarantined.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.residency.granted_without_id:
@@ -149,7 +150,7 @@ class Sessions:
         fleet.heard(worker, event.models, event.last_frame, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
-            fleet.members_changed(worker)
+            fleet.eligibility_changed(worker)
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
             self._commands.desire(worker)
@@ -219,9 +220,10 @@ class Sessions:
         if succeeded and len(succeeded) == len(event.succeeded) and 0.0 < event.start_s < event.finish_s:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
-            fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s, now)
+            seconds = event.finish_s - event.start_s
+            fleet.record_run(worker, (spec.kind, spec.model), len(succeeded), units, seconds, now)
         for model in models:
-            self._reservations.model_answered(worker, model, now)
+            self._reservations.task_succeeded_on(worker, model, now)
         fleet.room_changed(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
@@ -350,7 +352,10 @@ class Sessions:
         """Returns why a partial output of this size exceeds a limit; None if it does not."""
         limit = self._ledger.limits.bytes_max
         if task.ensure_extra().partials_bytes + size > PARTIALS_BYTES_MAX:
-            message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
+            message = (
+                f"the task's partial outputs and log exceed {PARTIALS_BYTES_MAX} bytes (each output counts "
+                f"{PARTIAL_OVERHEAD_BYTES} bytes more than its data)"
+            )
             return TaskError("ResultTooLarge", message, retryable=False)
         if self._ledger.unsettled_bytes + size > limit:
             message = f"payloads and partial outputs exceed the master's limit of {limit} bytes (queue_bytes_max)"

@@ -56,8 +56,8 @@ class DirectoryLock:
             holder = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise JournalError(
-                f"The data directory {data_dir} is held by another master ({holder}). Stop that one first, or give "
-                "this one a directory of its own (--data-dir)."
+                f"The data directory {data_dir} is held by another master or by salvage ({holder}). Stop that one "
+                "first, or give this one a directory of its own (--data-dir)."
             ) from None
         except OSError:
             os.close(self._fd)
@@ -110,7 +110,8 @@ def prepare(data_dir: Path) -> DirectoryLock:
 
 def make_directory(data_dir: Path) -> None:
     """Makes the directory and its parents durably: syncs the name of each before it makes the next. So if a process is
-    killed here, at most the name of the deepest directory that exists is not synced; the next process syncs it first.
+    killed here, only the directory that it made last may have a name that is not synced; the next process syncs that
+    name first.
     """
     path = data_dir.absolute()
     missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
@@ -126,17 +127,18 @@ def make_directory(data_dir: Path) -> None:
 def _sync_name(path: Path) -> None:
     """Makes the name of a directory durable. The parent of a mount point may be unable to sync, and needs no sync."""
     if not path.is_mount():
-        with contextlib.suppress(PermissionError):  # then this user has made no directory there
+        # A user who may not open the parent has made no directory in it, so there is nothing to sync.
+        with contextlib.suppress(PermissionError):
             sync_directory(path.parent)
 
 
 def check_header(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(100)
-    logged = has_log(path)
-    if len(header) < 100 or not (logged or header.startswith(b"SQLite format 3\x00")):
+    log_exists = has_log(path)
+    if len(header) < 100 or not (log_exists or header.startswith(b"SQLite format 3\x00")):
         raise damaged_error(path, NO_DATABASE)
-    if logged:
+    if log_exists:
         return
     _check_identity(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
 

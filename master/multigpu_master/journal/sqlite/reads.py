@@ -21,7 +21,7 @@ from typing import Any
 from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
-from multigpu_master.core.identity import FREE
+from multigpu_master.core.identity import REQUEST_ID_FREE
 from multigpu_master.core.usage import Used
 from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.ids import TIME_END_S
@@ -51,7 +51,7 @@ _NO_FORMER_LETTER = (
 )
 # The request_id of a requeued or deleted dead letter is free for another task.
 _REQUEST_COLUMNS = _SETTLED_COLUMNS.replace(
-    "o.fingerprint", f"CASE WHEN {_NO_FORMER_LETTER} THEN o.fingerprint ELSE {FREE} END"
+    "o.fingerprint", f"CASE WHEN {_NO_FORMER_LETTER} THEN o.fingerprint ELSE {REQUEST_ID_FREE} END"
 )
 # The parameters: a queue or "", a task_id or 0, a limit, and a list of queues or NULL.
 _LETTERS = (

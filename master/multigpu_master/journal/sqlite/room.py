@@ -24,7 +24,7 @@ from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import Segments
 
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records
-SMALL_BODY_BYTES = 4 << 10  # limit of a cancellation's outcome that is written on a full disk
+SMALL_BODY_BYTES = 4 << 10  # on a full disk, a cancellation's outcome up to this size may overtake waiting entries
 NAME = "reserve"
 _SHARE = 16
 _SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20
@@ -95,19 +95,19 @@ class Room:
         self._segments = segments
         self._reserve = reserve
         self.size_max_bytes = size_max_bytes
-        self._share_bytes = reserve.wanted_bytes
+        self._watermark_bytes = reserve.wanted_bytes
         # Each record may change a page of its own in an index.
-        self._transaction_records = min(max(self._share_bytes // PAGE_BYTES, 16), TRANSACTION_RECORDS)
+        self._transaction_records = min(max(self._watermark_bytes // PAGE_BYTES, 16), TRANSACTION_RECORDS)
         self._used_bytes = 0
         self._bytes_until_measure = 0  # how much may be written before `_used_bytes` is measured again
         # The reserve must hold the pages that are in the log and not in the database.
-        connections.limit_log(writer, self._share_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
+        connections.limit_log(writer, self._watermark_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
     def batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:
         """Removes the entries of the next transaction from `waiting`. Returns them, and the bytes of their content."""
         batch: list[Entry] = []
         records = bytes_total = 0
-        records_max, bytes_max = self._transaction_records, self._share_bytes
+        records_max, bytes_max = self._transaction_records, self._watermark_bytes
         while waiting and records < records_max and bytes_total < bytes_max and len(batch) < records_max:
             entry = waiting.popleft()
             records += len(entry.submits) + len(entry.settles)
@@ -120,13 +120,13 @@ class Room:
         self._bytes_until_measure -= records * PAGE_BYTES + size_bytes
         if self._bytes_until_measure < 0:
             self.measure()
-        if self._used_bytes + size_bytes + self._share_bytes > self.size_max_bytes:
+        if self._used_bytes + size_bytes + self._watermark_bytes > self.size_max_bytes:
             raise failures.full_error(self._path)
-        self.require(2 * size_bytes + self._share_bytes)
+        self.require(2 * size_bytes + self._watermark_bytes)
 
     def require_room_for_outcome(self, size_bytes: int) -> None:
         """Raises JournalFullError if an outcome would take space that is kept for entries that free space."""
-        self.require(size_bytes + self._share_bytes // 2)
+        self.require(size_bytes + self._watermark_bytes // 2)
 
     def require_room_for_transaction(self, size_bytes: int) -> None:
         """Raises JournalFullError if the disk has no room for a transaction of this size. It is written to the log, and
@@ -151,21 +151,21 @@ class Room:
         called for each transaction, because it makes two calls into SQLite.
         """
         self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
-        self._bytes_until_measure = self._share_bytes // 2
+        self._bytes_until_measure = self._watermark_bytes // 2
 
     def try_accept(self) -> bool:
         """Returns whether tasks may be accepted again. First makes the reserve, as far as there is space."""
         try:
             self._reserve.make()
             self.measure()
-            self.require_room_for_submits(0, self._share_bytes // 4)  # room for more than the next few tasks
+            self.require_room_for_submits(0, self._watermark_bytes // 4)  # room for more than the next few tasks
         except (OSError, JournalFullError):
             return False
-        return self._reserve.size_bytes >= self._share_bytes
+        return self._reserve.size_bytes >= self._watermark_bytes
 
     def is_short(self) -> bool:
         """Whether unused space of the journal's files should be returned to the disk, so that tasks are accepted."""
-        return free_bytes(self._path.parent) < 2 * self._share_bytes
+        return free_bytes(self._path.parent) < 2 * self._watermark_bytes
 
     @contextlib.contextmanager
     def reserve_released(self) -> Iterator[None]:

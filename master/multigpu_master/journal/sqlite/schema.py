@@ -20,7 +20,7 @@ BUSY_TIMEOUT_S = 30.0  # another program, such as sqlite3, may lock the file for
 
 SETTING_EPOCH = "journal.epoch"  # the newest epoch of ids
 SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
-# The incarnation that has the journal open, or ended without closing it: its log must be there.
+# The name of the incarnation that opened the journal and has not closed it. While it is set, the log must exist.
 SETTING_OPEN = "journal.open"
 SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
 SETTING_TIME = "journal.time"  # the time last saved, and the downtimes: see retention.py

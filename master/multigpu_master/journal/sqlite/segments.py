@@ -35,7 +35,7 @@ LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a se
 SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
 LIMIT_SHARE = 16  # a segment is closed at the journal's size limit divided by this, if that is less
 _HEAD_BYTES = 16 << 10  # fields before a large result are rarely larger
-PUNCHED_MAX = 64  # segments that are looked at in one step
+PUNCH_CHECKS_MAX = 64  # segments that one step checks for unused space
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _PAGE_BYTES = 4096
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
@@ -67,7 +67,7 @@ class LargeObjects:
         self._shared = shared
 
     def restore(self, reference: str) -> bytes | Reference | None:
-        """As `read`, but returns a Reference, which keeps the file, to bytes in a shared file. None: a file is gone."""
+        """As `read`, but for a shared file returns a Reference, which keeps the file. None: the file is gone."""
         if is_shared(reference):
             return self._shared.restore(reference)
         try:
@@ -83,7 +83,8 @@ class LargeObjects:
             name, offset, size_bytes, head, _ = parse_reference(reference)
             path = self._shared.path / name
             data = read_file(path, offset, size_bytes)
-            # FileNotFoundError: the segment was deleted meanwhile, and another writer may have overwritten the bytes.
+            # If the name is gone, the segment may have been given to another writer, which overwrites the bytes: then
+            # this raises FileNotFoundError.
             path.stat()
             return head + data
         data, crc = self._read_segment(reference)
@@ -163,7 +164,7 @@ class Segments:
         self._shared = shared
         self._segment_bytes = min(SEGMENT_BYTES, size_max_bytes // LIMIT_SHARE)
         self._referred: list[Reference] = []  # to be synced by the next `flush`
-        # Locked while holes are punched. Kept open, because then no descriptor may be left.
+        # Locked while holes are punched. Kept open, because no descriptor may be free at that time.
         self._data_dir_fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -251,8 +252,8 @@ class Segments:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._sizes[self._last_number] = 0
         sync_directory(self._directory)
-        # Opened once its name is synced: later entries use an open segment, even if the entry for which it was made is
-        # rejected. If the sync fails, an empty file stays until the next sweep.
+        # Opened only after its name is synced, because later entries use an open segment even if the entry for which it
+        # was made is rejected. If the sync fails, an empty file stays until the next sweep.
         appender.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         appender.number, appender.end = self._last_number, 0
 
@@ -283,13 +284,13 @@ class Segments:
         return True
 
     def punch_next(self, writer: sqlite3.Connection) -> bool:
-        """Checks up to PUNCHED_MAX segments, until it has given the unused space of one back to the file system.
+        """Checks up to PUNCH_CHECKS_MAX segments, until it has given the unused space of one back to the file system.
         Returns False if none had any, or a backup selects segments now. Nothing must be waiting for `flush`.
         """
         if not _try_lock(self._data_dir_fd):
             return False
         try:
-            for number in self._from(self._next_punched)[:PUNCHED_MAX]:
+            for number in self._from(self._next_punched)[:PUNCH_CHECKS_MAX]:
                 self._next_punched = number + 1
                 if self._punch(number, writer):
                     return True

@@ -19,7 +19,9 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 TASK_FIELDS, OUTCOME_FIELDS = 7, 13
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
-_STATEMENT_BYTES = 1 << 20  # of values in a statement: SQLite keeps those last bound to each statement
+# Limit of the values of one statement: SQLite keeps in memory the values that were last bound to each prepared
+# statement.
+_STATEMENT_BYTES = 1 << 20
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -88,8 +90,8 @@ def transaction(
     letters: dict[int, SubmitRecord] = {}  # to insert; the batch may insert one, delete it, and insert it again
     statements: list[Statement] = []
     for entry in batch:
-        written = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
-        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in written]
+        stored = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
+        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in stored]
         letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}
     statements += inserts("task", TASK_FIELDS, task_values(submits, segments, specs), bytes_total)
     outcomes = outcome_values(settles, first_cursor, segments)

@@ -25,7 +25,7 @@ from multigpu_master.journal.sqlite.statements import setting
 _ZONE_CURSORS = 1024
 _PERIOD_S = 30.0  # between two examinations of a zone, unless there is more to delete
 _STEP_BYTES = 16 << 20  # of bodies deleted in one step
-# Returned to the file system in one step. The log grows first, so less on a full disk.
+# Pages that one step returns to the file system: fewer on a full disk, because the log grows first.
 _CUT_PAGES, _CUT_PAGES_FULL = 256, 16
 _CUT_SHARE = 0.25  # of the pages must be empty before the file is truncated
 _CUT_PAGES_MIN = 1024
@@ -67,21 +67,21 @@ class Sweeper:
         self._zones: list[tuple[float, int]] = []
         self._entries: dict[int, tuple[float, int]] = {}
         for zone in range(first_zone, self._newest_zone + 1):
-            self._examine(zone, 0.0)
+            self._schedule(zone, 0.0)
 
     def note_commit(self, last_cursor: int, deleted_letters: Sequence[int]) -> None:
         """Records the newest cursor. The outcomes of deleted dead letters may now expire: their zones are due."""
         self._last_cursor = last_cursor
         while self._newest_zone < last_cursor // _ZONE_CURSORS:
             self._newest_zone += 1
-            self._examine(self._newest_zone, self._now() + _PERIOD_S)
+            self._schedule(self._newest_zone, self._now() + _PERIOD_S)
         for task_id in deleted_letters:
             for (cursor,) in self._writer.execute(
                 "SELECT cursor FROM outcome WHERE task_id = ?", (task_id,)
             ).fetchall():
-                self._examine(cursor // _ZONE_CURSORS, 0.0)
+                self._schedule(cursor // _ZONE_CURSORS, 0.0)
 
-    def _examine(self, zone: int, due_s: float) -> None:
+    def _schedule(self, zone: int, due_s: float) -> None:
         """Sets when a zone is examined next."""
         entry = self._entries[zone] = due_s, zone
         heapq.heappush(self._zones, entry)
@@ -121,14 +121,14 @@ class Sweeper:
                 self._forget(low, high, self._retention.now_without_downtime_s(low))
                 due_s = self._due_s(low, high)
         except sqlite3.Error:
-            self._examine(zone, now + _PERIOD_S)
+            self._schedule(zone, now + _PERIOD_S)
             raise
         if due_s is not None and due_s <= now:  # _STEP_BYTES was reached
-            self._examine(zone, now)
+            self._schedule(zone, now)
         elif due_s is not None:
-            self._examine(zone, max(due_s, now + _PERIOD_S))
+            self._schedule(zone, max(due_s, now + _PERIOD_S))
         elif high >= self._last_cursor:  # the newest row stays for now, and the zone may get more rows
-            self._examine(zone, now + _PERIOD_S)
+            self._schedule(zone, now + _PERIOD_S)
         return True
 
     def _due_s(self, low: int, high: int) -> float | None:

@@ -95,8 +95,8 @@ class _Log:
         return self._expected(self._stored(number - 1), number) == self._stored(number)
 
     def commits_after(self, frames_read: int) -> Iterator[int]:
-        """Yields the numbers, from `frames_read` on, of undamaged frames that end a synced transaction. Damaged frames
-        are skipped: the damage may be in the field that marks the end of a transaction.
+        """Yields the numbers, from `frames_read` on, of undamaged frames that end a synced transaction. A damaged
+        frame proves nothing: the damage may be in the field that marks the end of a transaction.
         """
         for number in range(frames_read, self.count - 1):
             is_commit = self._frame(number)[1] > 0

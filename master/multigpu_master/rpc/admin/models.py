@@ -84,7 +84,7 @@ class ModelCalls:
 
 def _can_load(worker: Worker, name: str) -> bool:
     """Whether the worker is connected and offers the model."""
-    return bool(worker.session) and name in worker.residency.names
+    return bool(worker.session) and name in worker.residency.id_of_name
 
 
 def _best(workers: Iterable[Worker], name: str) -> Worker:
@@ -103,7 +103,7 @@ def _best(workers: Iterable[Worker], name: str) -> Worker:
 def _misfit(worker: Worker, name: str) -> str:
     """Returns why a model does not fit into a worker's memory beside the worker's pinned models, or "" if it fits."""
     residency = worker.residency
-    model, limit = residency.names[name], residency.limit_bytes
+    model, limit = residency.id_of_name[name], residency.limit_bytes
     others = sorted(m for m in residency.operator_pinned_ids() if m != model)
     taken, needed = sum(map(residency.memory_of, others)), residency.memory_of(model)
     if not limit or taken + needed <= limit:
@@ -123,7 +123,7 @@ def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     the memory limit. An unknown limit counts as 0.
     """
     residency = worker.residency
-    model = residency.names[name]
+    model = residency.id_of_name[name]
     used = sum(residency.memory_of(m) for m in residency.in_use())
     room = residency.limit_bytes - used if residency.limit_bytes else -used
     return model in residency.operator_pinned_ids(), worker.accepting, residency.placed(model), room
