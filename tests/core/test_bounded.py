@@ -6,11 +6,13 @@ from random import Random
 
 import pytest
 from multigpu_master.core import events as ev
+from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.placement import explain as explaining
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import DUE_MAX, SWEEP_MIN, Expiries, TimeLimit
+from multigpu_master.core.workers.sessions import MAKES_ROOM, REQUEUE_S
 
 from tests.core.stage import FAILED, SPEC, Stage, lease_of, leased, state_of
 
@@ -137,3 +139,16 @@ def test_a_task_that_ends_in_its_pause_does_not_stay_in_memory_until_the_pause_w
     del task
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, Task) and each.task_id == task_id]
+
+
+def test_a_task_that_is_returned_without_end_has_one_expiry_for_its_run_timeout() -> None:
+    stage, task = leased(replace(SPEC, run_timeout_s=1000.0))
+    for _ in range(100):
+        stage.fail(lease_of(task), MAKES_ROOM, returned=True)
+        stage.handle(ev.Tick(), REQUEUE_S)
+    expiries = stage.core.ledger.expiries
+    assert len(expiries._heap) + len(expiries._old) == 1
+    stage.handle(ev.Tick(), 1000.0 + RUN_GRACE_S - 100 * REQUEUE_S)  # since the first lease
+    first = lease_of(task)
+    stage.handle(ev.Tick(), 101 * REQUEUE_S)
+    assert task.lease is not first, "the last lease has run for too long"

@@ -243,6 +243,7 @@ class Attempts:
         task only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
+        task.run_timeout_armed = False
         if lease is None or timeout_s is None:
             return
         worker = lease.worker
@@ -251,6 +252,7 @@ class Attempts:
             since_s = now
         due_s = since_s + timeout_s + RUN_GRACE_S
         if now < due_s:
+            task.run_timeout_armed = True
             self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)
         elif lease.running:
             error = TaskError("RunTimeout", "the attempt ran too long and its worker did not end it")

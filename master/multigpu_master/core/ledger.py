@@ -158,7 +158,8 @@ class Ledger:
         queue.leased += 1
         queue.leased_bytes += size
         self.leased += 1
-        if task.spec.run_timeout_s is not None:
+        if task.spec.run_timeout_s is not None and not task.run_timeout_armed:
+            task.run_timeout_armed = True  # one expiry for all leases: a task may be returned and leased without end
             self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, TimeLimit.RUN_TIMEOUT)
         return loads
 

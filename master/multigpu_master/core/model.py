@@ -178,6 +178,7 @@ class Task:
     streams: tuple[int, ...] = ()  # the Run streams that get its outcome
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
+    run_timeout_armed: bool = False  # whether it has an expiry for its run_timeout
     client_id: str = ""  # of the Run stream that submitted it; "": another call, or an earlier master, accepted it
 
     @property
