@@ -246,3 +246,13 @@ def test_a_damaged_setting_of_the_journal_is_reported(tmp_path: Path, key: str, 
     for _ in range(2):  # the directory is not left locked
         with pytest.raises(JournalError, match="a setting of its own can't be parsed"), opened(tmp_path / "data"):
             pass
+
+
+def test_zones_without_rows_are_not_swept(tmp_path: Path) -> None:
+    """One old dead letter before a billion outcomes that are gone made a start slow, with a million zones in memory."""
+    with opened(tmp_path / "data") as it:
+        it.write(Entry(settles=[settle(1, state=DEAD_LETTERED, dead=submit(1)), settle(2)]))
+    with closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite3", isolation_level=None)) as other:
+        other.execute("UPDATE outcome SET cursor = 1000000000 WHERE task_id = 2")
+    with opened(tmp_path / "data") as it:
+        assert len(it.journal._sweeper._zones) == 2

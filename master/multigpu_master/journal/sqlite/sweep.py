@@ -62,12 +62,16 @@ class Sweeper:
         self._usage_at_s = 0.0  # the next sweep of usage
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
         self._last_cursor: int = newest or 0
-        first_zone, self._newest_zone = (oldest or 0) // _ZONE_CURSORS, self._last_cursor // _ZONE_CURSORS
+        self._newest_zone = self._last_cursor // _ZONE_CURSORS
         # A heap of (due_s, zone). An entry is stale unless it is the zone's in _entries.
         self._zones: list[tuple[float, int]] = []
         self._entries: dict[int, tuple[float, int]] = {}
-        for zone in range(first_zone, self._newest_zone + 1):
+        cursor: int | None = oldest or 0
+        while cursor is not None:  # zones without rows are skipped: an old dead letter may precede a million of them
+            zone = cursor // _ZONE_CURSORS
             self._schedule(zone, 0.0)
+            next_row = "SELECT min(cursor) FROM outcome WHERE cursor >= ?"
+            ((cursor,),) = writer.execute(next_row, ((zone + 1) * _ZONE_CURSORS,)).fetchall()
 
     def note_commit(self, last_cursor: int, deleted_letters: Sequence[int]) -> None:
         """Records the newest cursor. The outcomes of deleted dead letters may now expire: their zones are due."""
