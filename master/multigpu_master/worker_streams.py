@@ -105,7 +105,8 @@ class WorkerStreams:
             leases, payloads_by_lease_id, lost = payload_messages.read_payloads(leases, outbox.peer)
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
-        response = outbox.frame_for(size, len(leases))
+        # Without leases, the frame still carries its number.
+        response = outbox.frame_for(size if leases else MESSAGE_BYTES, max(1, len(leases)))
         response.frame = number
         if leases:
             fill_leases(response.lease_batches.add(), self._specs, self._proofs, leases, payloads_by_lease_id)

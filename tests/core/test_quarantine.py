@@ -401,3 +401,16 @@ def test_a_device_that_is_sick_after_all_is_blamed_for_what_made_it_suspect() ->
     assert lease_of(tasks[0]).worker is fleet.get("w1")
     fleet.breaks(tasks[0])
     assert tasks[0].outcome is None
+
+
+def test_two_sick_devices_that_reconnect_first_after_a_restart_do_not_trip_the_breaker() -> None:
+    fleet = Fleet()
+    for n in range(20):
+        info = WorkerInfo(worker_id=f"w{n}", device_id=f"GPU-{n}", capabilities=(Capability(kind="run"),))
+        fleet.handle(ev.RegisterWorker(info, expected=True))
+    fleet.handle(ev.Recover([], fleet.now + 60.0))
+    for n in range(2):
+        fleet.gpu(f"w{n}", f"GPU-{n}")
+        fleet.says(f"w{n}", HANGS)
+    assert fleet.quarantined() == ["w0", "w1"]
+    assert not fleet.core.quarantine.breaker.tripped_s

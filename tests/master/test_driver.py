@@ -529,3 +529,21 @@ async def test_checkpoints_count_in_the_frames_of_leases(stage: Stage) -> None:
         sizes.append(frame.ByteSize())
     assert sum(sizes) > 64 << 20
     assert max(sizes) <= FRAME_BYTES + (1 << 16)
+
+
+async def test_leases_whose_payloads_can_not_be_read_leave_no_bytes_to_send(stage: Stage) -> None:
+    """Their bytes counted as waiting for ever: the master stopped reading the worker's frames."""
+    written = Writer(stage.journal.payloads.path).put(os.urandom(LARGE_BYTES))
+    payload = stage.journal.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
+    assert isinstance(payload, Reference)
+    os.truncate(stage.journal.payloads.path / written.pin.name, 10)
+    stage.driver.workers.close(1)
+    outbox = stage.driver.workers.open(2, "q")
+    stage.driver.handle(ev.Hello(2, WorkerInfo(worker_id="v", capabilities=(Capability(kind="echo"),))))
+    await outbox.next()  # the welcome
+    task = Task(stage.spec, "r", payload, submit_s=stage.driver.now())
+    stage.driver.submit(stage.spec, [task], stage.stream, lambda _error: None)
+    outbox.finish()
+    frame = await outbox.next()
+    assert frame is not None
+    assert (frame.frame, outbox.bytes) == (1, 0)

@@ -57,7 +57,7 @@ class Core:
         hold = self.hold = RecoveryHold()
         self.ids, self.pins = IdRange(first_id), Pins(fleet)
         ledger = self.ledger = Ledger(limits, strategies, strategy, fleet, self.pins, timers, commands)
-        self.quarantine = Quarantine(ledger, fleet, commands)
+        self.quarantine = Quarantine(ledger, fleet, commands, hold)
         self.usage = Usage()
         self._streams: set[int] = set()  # the open Run streams
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)

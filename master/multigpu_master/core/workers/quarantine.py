@@ -22,6 +22,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
+from multigpu_master.core.restart import RecoveryHold
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Health
 
@@ -55,8 +56,9 @@ class Breaker:
 
 
 class Quarantine:
-    def __init__(self, ledger: Ledger, fleet: Fleet, commands: Commands) -> None:
+    def __init__(self, ledger: Ledger, fleet: Fleet, commands: Commands, hold: RecoveryHold) -> None:
         self._ledger = ledger
+        self._hold = hold
         self._fleet = fleet
         self._commands = commands
         self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
@@ -102,9 +104,11 @@ class Quarantine:
 
     # --- the breaker -------------------------------------------------------------------------------------------------
 
-    def device_count(self) -> int:
-        """How many devices are connected."""
-        return len({w.device_key for w in self._fleet.sessions.values()})
+    def device_count(self, now: float) -> int:
+        """How many devices are connected, or may reconnect after a restart of the master."""
+        workers = self._fleet.workers
+        awaited = [workers[worker_id] for worker_id in self._hold.awaited(now) if worker_id in workers]
+        return len({worker.device_key for worker in (*self._fleet.sessions.values(), *awaited)})
 
     def _count_and_admit(self, worker: Worker, now: float) -> bool:
         """Whether the breaker permits the quarantine of a worker. Counts it, and trips the breaker above its limit."""
@@ -112,12 +116,13 @@ class Quarantine:
         if breaker.tripped_s:
             return False
         breaker.quarantines[worker.device_key] = now
-        count, most = breaker.count(now), breaker.limit(self.device_count())
+        count, devices = breaker.count(now), self.device_count(now)
+        most = breaker.limit(devices)
         if count <= most:
             return True
         breaker.tripped_s = now
         message = (
-            f"{count} of {self.device_count()} devices were found sick or suspect within {breaker.window_s:g} s, and "
+            f"{count} of {devices} devices were found sick or suspect within {breaker.window_s:g} s, and "
             f"at most {most} are quarantined automatically: look for a common cause (driver, power, cooling, a new "
             "release), then run mgpuctl breaker reset"
         )

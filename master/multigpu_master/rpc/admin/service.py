@@ -232,12 +232,12 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return pb.ResetBreakerResponse(breaker=self._breaker())
 
     def _breaker(self) -> pb.Breaker:
-        quarantine = self._core.quarantine
+        quarantine, now = self._core.quarantine, self._driver.now()
         breaker = quarantine.breaker
         message = pb.Breaker(
             tripped=bool(breaker.tripped_s),
-            quarantines=breaker.count(self._driver.now()),
-            quarantines_max=breaker.limit(quarantine.device_count()),
+            quarantines=breaker.count(now),
+            quarantines_max=breaker.limit(quarantine.device_count(now)),
         )
         if breaker.tripped_s:
             set_time(message.trip_time, breaker.tripped_s)
