@@ -32,8 +32,8 @@ class Outbox(Generic[F]):
         self._open_items = 0
         self._open_bytes = 0
         self._wake: asyncio.Future[None] | None = None
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self._frame_taken = asyncio.Event()
+        self._frame_taken.set()
         self._finished = False
         self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
         self.bytes = 0  # size of all waiting items
@@ -76,7 +76,7 @@ class Outbox(Generic[F]):
             await self._wake
             self._wake = None
         self.bytes -= size
-        self._drained.set()
+        self._frame_taken.set()
         return frame
 
     def finish(self) -> None:
@@ -90,7 +90,7 @@ class Outbox(Generic[F]):
         self._full.clear()
         self._open = self._type()
         self._open_items = self._open_bytes = self.bytes = 0
-        self._drained.set()
+        self._frame_taken.set()
         if not self.aborted.done():
             self.aborted.set_result(error)
 
@@ -109,8 +109,8 @@ class Outbox(Generic[F]):
     async def wait_below(self, limit_bytes: int) -> None:
         """Returns when the size of all waiting items is at most `limit_bytes`."""
         while self.bytes > limit_bytes:
-            self._drained.clear()
-            await self._drained.wait()
+            self._frame_taken.clear()
+            await self._frame_taken.wait()
 
 
 async def serve_stream(

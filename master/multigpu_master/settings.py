@@ -50,6 +50,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
         "checks_asked": worker.checks_asked,
+        "check_at_once": worker.check_at_once,
         "pinned_models": list(worker.residency.operator_pins),
     }
     return {WORKER + worker.worker_id: json.dumps(fields).encode()}
@@ -97,6 +98,7 @@ def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
         _check_type(fields.get("quarantined", False), bool),
         _check_count(fields.get("checks_asked", 0)),
         tuple(_check_text(model) for model in fields.get("pinned_models", ())),
+        _check_type(fields.get("check_at_once", False), bool),
     )
 
 

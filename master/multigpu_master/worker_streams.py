@@ -99,12 +99,14 @@ class WorkerStreams:
         self._put_leases(command.session, outbox, part, part_bytes, command.frame)
 
     def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
-        """Adds a part of a dispatch, of `size` bytes. Leases whose payloads can't be read are reported as failed."""
+        """Adds a part of a dispatch, of `size` bytes. Leases whose payloads can't be read are reported as
+        failed, or as returned if a later read may succeed.
+        """
         payloads_by_lease_id: dict[int, bytes] | None = None
         if payload_messages.may_have_large(size):
             leases, payloads_by_lease_id, lost = payload_messages.read_payloads(leases, outbox.peer)
             if lost:
-                self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
+                self._loop.call_soon(self._handle, ev.Reports(session, failures=lost, by_master=True))
         # Without leases, the frame still carries its number.
         response = outbox.frame_for(size if leases else MESSAGE_BYTES, max(1, len(leases)))
         response.frame = number

@@ -531,3 +531,15 @@ def test_a_gang_begins_beside_tasks_that_run_for_longer_than_a_reservation(
                 ends_s[each] = stage.now + run_s
         others = [task for task in others if task.outcome is None]
     assert gang.lease is not None
+
+
+def test_a_gang_that_waits_for_another_device_says_so() -> None:
+    """It said that it waits for 2 idle workers, and that 2 are idle."""
+    stage = Stage()
+    host(stage, "c", device="")
+    stage.submit()
+    host(stage, "a", "b", device="GPU-0")
+    (gang,) = stage.submit(spec=PAIR)
+    assert gang.lease is None
+    summary = explain(stage.core, gang, stage.now).summary
+    assert "waits for 2 idle workers on different devices: 1 are idle" in summary

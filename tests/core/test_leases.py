@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Attempt, Energy, OutcomeState, Task, TaskError
+from multigpu_master.core.model import Attempt, Energy, Lease, OutcomeState, Task, TaskError
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.spec import Spec
-from multigpu_master.core.workers.info import Telemetry
+from multigpu_master.core.workers.info import Telemetry, WorkerInfo
 
 from tests.core.stage import (
     FAILED,
@@ -214,9 +214,82 @@ def test_attempts_that_ran_before_are_kept() -> None:
     first.running, first.run_s = True, stage.now + 1
     stage.fail(first, "OSError", after_s=3)
     assert task.extra is not None
-    assert task.extra.attempts == (Attempt("w", 1000.0, 0.0, 1003.0, "OSError: no good"),)
+    assert task.extra.attempts == (Attempt("w", 1000.0, 0.0, 1003.0, "OSError: no good", first.lease_id),)
     for _ in range(17):
         stage.handle(ev.Tick(), 1)
         stage.fail(lease_of(task), after_s=1)
     assert len(task.extra.attempts) == 16
     assert {attempt.reason for attempt in task.extra.attempts} == {"ValueError: no good"}
+
+
+def reconnect(stage: Stage, lease: Lease, *, running: bool, log: str = "") -> None:
+    """The worker's stream breaks, and its next session lists the lease."""
+    stage.handle(ev.SessionClosed(lease.worker.session), 1.0)
+    stage.worker(held=[replace(held_lease(lease, running=running), log=log)])
+
+
+def test_the_log_of_an_attempt_is_not_repeated_by_a_reconnect() -> None:
+    stage, task = leased()
+    log = "line 1\nline 2\n"
+    for _ in range(3):
+        reconnect(stage, lease_of(task), running=True, log=log)
+        assert task.log == log
+    stage.report(lease_of(task))
+    assert task.log == log
+    assert stage.core.ledger.unsettled_bytes == 0
+
+
+def test_an_attempt_that_goes_on_after_a_reconnect_is_not_listed_as_lost() -> None:
+    stage, task = leased()
+    lease_of(task).running = True
+    reconnect(stage, lease_of(task), running=True)
+    assert task.extra is not None
+    assert (task.extra.attempts, task.extra.last_error) == ((), None)
+
+
+def test_only_the_loss_of_the_adopted_lease_is_taken_back() -> None:
+    stage, task = leased(replace(SPEC, backoff_initial_s=0.01))
+    stage.handle(ev.SessionClosed(stage.sessions))  # it waited in the window: a loss
+    stage.worker()
+    lease_of(task).running = True
+    assert task.extra is not None
+    assert task.extra.losses == 1
+    reconnect(stage, lease_of(task), running=True)  # it ran: charged
+    assert task.extra.losses == 1
+
+
+def test_a_report_of_the_master_itself_is_no_sign_of_life() -> None:
+    """The session of a host without power went on for as long as the master had no descriptor to read a payload."""
+    stage, _ = leased()
+    worker = stage.core.fleet.workers["w"]
+    heard_s = worker.heard_s
+    stage.handle(ev.Reports(stage.sessions, failures=[], by_master=True), 1.0)
+    assert worker.heard_s == heard_s
+
+
+def test_device_time_counts_once_if_a_report_has_successes_and_failures() -> None:
+    stage = Stage()
+    stage.worker()
+    tasks = stage.submit(4)
+    ids = [lease_of(task).lease_id for task in tasks]
+    failure = ev.Failure(ids[3], TaskError("ValueError", "no good"))
+    stage.handle(ev.Reports(stage.sessions, ids[:3], [b""] * 3, failures=[failure], device_s=1.0))
+    (used,) = stage.core.usage.pop_sums().values()
+    assert (used.succeeded, used.failed) == (3, 1)
+    assert used.device_s == pytest.approx(1.0)
+
+
+def test_a_master_that_was_suspended_past_the_hold_reads_the_hellos_first() -> None:
+    """The first worker whose hello it read got the task that another worker still ran."""
+    stage = Stage()
+    for name in ("a", "b"):
+        stage.handle(ev.RegisterWorker(WorkerInfo(worker_id=name), expected=True))
+    task = Task(SPEC, "r", b"payload", submit_s=1.0, task_id=50)
+    stage.handle(ev.Recover([task], stage.now + 3.0))
+    stage.now += 600.0  # SIGSTOP
+    stage.worker("a")
+    assert task.lease is None
+    held = ev.HeldLease(60, 50, 1, running=True, granted_by_this_journal=True)
+    stage.worker("b", held=[held])
+    assert lease_of(task).worker.worker_id == "b"
+    stage.handle(ev.Tick(), 600.0)

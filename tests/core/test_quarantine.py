@@ -414,3 +414,14 @@ def test_two_sick_devices_that_reconnect_first_after_a_restart_do_not_trip_the_b
         fleet.says(f"w{n}", HANGS)
     assert fleet.quarantined() == ["w0", "w1"]
     assert not fleet.core.quarantine.breaker.tripped_s
+
+
+def test_two_sick_devices_that_reconnect_first_after_a_partition_do_not_trip_the_breaker() -> None:
+    fleet = Fleet().gpus(20)
+    for n in range(20):
+        fleet.handle(ev.SessionClosed(fleet.get(f"w{n}").session))
+    for n in range(2):
+        fleet.gpu(f"w{n}", f"GPU-{n}")
+        fleet.says(f"w{n}", HANGS)
+    assert fleet.quarantined() == ["w0", "w1"]
+    assert not fleet.core.quarantine.breaker.tripped_s

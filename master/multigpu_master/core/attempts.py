@@ -97,6 +97,7 @@ class Attempts:
             return
         extra = task.ensure_extra()
         extra.losses += 1
+        extra.lost_lease_id = lease.lease_id
         if extra.losses <= LOSSES_MAX:
             self._requeue(task, now, 0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1))
             return
@@ -139,7 +140,8 @@ class Attempts:
     def _record(lease: Lease, start_s: float, end_s: float, reason: str) -> None:
         """Keeps the attempt, for display only."""
         dispatch_s, start_s = lease.stages(start_s, end_s)
-        attempt = Attempt(lease.worker.worker_id, dispatch_s, start_s, end_s, reason[:REASON_CHARS_MAX])
+        reason = reason[:REASON_CHARS_MAX]
+        attempt = Attempt(lease.worker.worker_id, dispatch_s, start_s, end_s, reason, lease.lease_id)
         extra = lease.task.ensure_extra()
         extra.attempts = (*extra.attempts[1 - ATTEMPTS_KEPT :], attempt)
 

@@ -182,6 +182,7 @@ class Reports:
     energy: Sequence[Energy] = ()  # for each of `succeeded`; empty: not measured
     device_s: float = 0.0  # device time of these leases, in seconds
     logs: Mapping[int, str] = field(default_factory=dict)  # lease_id -> last lines, where there are any
+    by_master: bool = False  # the master itself reports leases that it could not send: no sign of life of the worker
 
 
 @dataclass(slots=True)
@@ -246,6 +247,7 @@ class RegisterWorker:
     quarantined: bool = False
     checks_asked: int = 0
     pinned_models: tuple[str, ...] = ()
+    check_at_once: bool = False
 
 
 @dataclass(slots=True)

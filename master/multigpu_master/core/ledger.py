@@ -215,7 +215,7 @@ class Ledger:
             extra.checkpoint = checkpoint
             self._grow(extra, grown)
 
-    def keep_error(self, task: Task, error: TaskError) -> None:
+    def keep_error(self, task: Task, error: TaskError | None) -> None:
         """Replaces the error of the task's last attempt, if there is room for its texts; else removes it."""
         extra = task.ensure_extra()
         self._grow(extra, -_chars(extra.last_error))
@@ -228,7 +228,19 @@ class Ledger:
 
     def _keep_log(self, task: Task) -> None:
         """Adds the log of the attempt that ends now to the log of the task."""
-        log, extra = task.log, task.ensure_extra()
+        log, extra, lease = task.log, task.ensure_extra(), task.lease
+        assert lease is not None, "an attempt ends"
+        self._set_log(extra, log)
+        extra.log_lease_id, extra.log_part_chars = lease.lease_id, len(lease.log)
+
+    def drop_log(self, task: Task, lease_id: int) -> None:
+        """Removes the part of the task's log that this lease has added, if it is the last part."""
+        extra = task.ensure_extra()
+        if extra.log_lease_id == lease_id:
+            self._set_log(extra, extra.log[: max(0, len(extra.log) - extra.log_part_chars)])
+            extra.log_lease_id = 0
+
+    def _set_log(self, extra: Extra, log: str) -> None:
         grown = len(log) - len(extra.log)
         extra.log = log
         extra.partials_bytes += grown

@@ -89,6 +89,7 @@ class Attempt(NamedTuple):
     start_s: float
     end_s: float
     reason: str
+    lease_id: int
 
 
 @dataclass(slots=True)
@@ -103,10 +104,11 @@ class Extra:
     kept_bytes: int = 0  # partials_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
-    # Whether an uncharged attempt had begun, or, of a gang, one under an earlier master: queue_timeout no longer
-    # applies.
+    # Whether an attempt that is not charged has begun; of a gang: also one that a hello listed. Then queue_timeout no
+    # longer applies.
     begun: bool = False
     losses: int = 0  # uncharged losses of its leases: see attempts.py
+    lost_lease_id: int = 0  # of the newest of these losses
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     reservations_expired: int = 0  # of a gang: reservations that ended before it could begin
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
@@ -116,6 +118,8 @@ class Extra:
     broke_on_devices: tuple[str, ...] = ()  # where it broke an engine while the device was reported as healthy
     blamed_devices: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
     log: str = ""  # the last lines that its ended attempts have written
+    log_lease_id: int = 0  # the lease that wrote the last part of the log
+    log_part_chars: int = 0  # size of that part
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
 
@@ -212,8 +216,10 @@ SLOT = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The grant of one attempt of a task to a worker; the only fencing token. The worker's next session keeps the lease
-    if the worker still holds it.
+    """The grant of one attempt of a task to a worker; the only fencing token.
+
+    If the worker begins a session while the old one is open, the lease stays. When a session is lost, its leases are
+    released, and a later hello may adopt them: as new Leases with the same ids.
     """
 
     lease_id: int
@@ -221,15 +227,15 @@ class Lease:
     worker: "Worker"
     attempt: int
     dispatch_s: float
-    frame: int  # the session's frame that carried it; 0: the worker held it before this session
+    frame: int  # number of the dispatch that granted it; 0: the worker held it before this session
     cost_s: float  # expected run time
     running: bool = False
-    run_s: float = 0.0  # when the master first heard that it runs
+    run_s: float = 0.0  # when the master last heard that it began to run, or when it began by the worker's clock
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
     log: str = ""  # its last lines, as last reported
-    recalled: int = 0  # the session in which it was recalled
+    recalled: int = 0  # the session in which it was recalled; 0: it was not
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker lists its models by name only
     share: int = SLOT  # the part of a slot that it takes: less than SLOT where a slot runs several tasks together
     gang: "Gang | None" = None  # with the leases of the task's other ranks
@@ -280,7 +286,7 @@ class Worker:
     token_id: str = ""  # of its last session with this master; "": no token, or no such session
     # The session.
     session: int = 0  # 0: lost
-    frames_sent: int = 0  # frames with leases, in this session
+    frames_sent: int = 0  # number of dispatches in this session
     connect_s: float = 0.0
     heard_s: float = 0.0
     stopping: bool = False  # the worker reports that it is stopping
@@ -298,7 +304,7 @@ class Worker:
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
     gang_leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
-    leased_bytes: int = 0
+    leased_bytes: int = 0  # of payloads
     leased_memory_bytes: int = 0  # device memory reserved for its leases
     leased_shares: int = 0  # sum of its leases' shares of slots
     backlog_s: float = 0.0  # expected run time of its leases

@@ -30,6 +30,7 @@ class Operators:
         worker.cordon = event.cordon
         self._end_drain_at_deadline(worker)
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
+        worker.check_at_once = event.check_at_once
         worker.residency.operator_pins = dict.fromkeys(event.pinned_models)
         if event.expected:
             # Of the other workers it is unknown when they were last heard: new workers evict those first.

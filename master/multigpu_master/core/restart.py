@@ -1,7 +1,5 @@
 """Makes a restart of the master safe: all new ids are unused, and workers reconnect before tasks are dispatched."""
 
-from collections.abc import Iterable
-
 from multigpu_master.core.model import EPOCH_IDS
 
 
@@ -45,9 +43,10 @@ class RecoveryHold:
         if not self._expected:
             self.until_s = min(self.until_s, now)
 
-    def awaited(self, now: float) -> Iterable[str]:
-        """The ids of the workers that have not reconnected yet; none after the deadline."""
-        return self._expected if self.active(now) else ()
+    @property
+    def has_expected(self) -> bool:
+        """Whether a worker has not reconnected yet."""
+        return bool(self._expected)
 
     def active(self, now: float) -> bool:
         return now < self.until_s

@@ -57,7 +57,7 @@ class Core:
         hold = self.hold = RecoveryHold()
         self.ids, self.pins = IdRange(first_id), Pins(fleet)
         ledger = self.ledger = Ledger(limits, strategies, strategy, fleet, self.pins, timers, commands)
-        self.quarantine = Quarantine(ledger, fleet, commands, hold)
+        self.quarantine = Quarantine(ledger, fleet, commands)
         self.usage = Usage()
         self._streams: set[int] = set()  # the open Run streams
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
@@ -206,13 +206,22 @@ class Core:
 
     def _recover(self, event: ev.Recover, now: float) -> None:
         self.hold.until_s = event.hold_until_s
-        self.timers.at(event.hold_until_s, lambda _now: None)  # a Tick when the hold ends dispatches the tasks
+        self.timers.at(event.hold_until_s, self._end_hold)
         ledger = self.ledger
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
         for when_s, task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
             self._attempts.apply_limit(task, limit, when_s, now)
+
+    def _end_hold(self, now: float) -> None:
+        """Runs in the event that dispatches the tasks. If the master was suspended meanwhile, it may not have read the
+        workers' hellos yet: extends the hold.
+        """
+        late_s = self.ledger.limits.timer_late_s
+        if self.hold.until_s + late_s < now and self.hold.has_expected:
+            self.hold.until_s = now + late_s
+            self.timers.at(self.hold.until_s, self._end_hold)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.ledger

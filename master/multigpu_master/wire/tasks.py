@@ -38,7 +38,9 @@ def fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection,
 def tasks_of(
     spec: Spec, batch: task_pb2.TaskBatch, payload_bytes_max: int, peer: Peer | None = None
 ) -> list[Task | ev.Rejection]:
-    """For each input a Task, or a Rejection if it is invalid. `peer`: the sender; it may refer to shared payloads."""
+    """A Task for each task of the batch, in the order of request_ids_of(), or a Rejection if it is invalid. `peer`: the
+    sender, which may refer to shared payloads.
+    """
     tasks: list[Task | ev.Rejection] = []
     payload: bytes | Reference
     for i in batch.inputs:

@@ -5,7 +5,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
 from multigpu_master.core.model import Queue, Task, Worker, shape_of
 from multigpu_master.core.placement.dispatch import BLOCKS_MAX
-from multigpu_master.core.placement.resource_classes import SORTED_IN, Backlog, ByFirstTask, ResourceClass
+from multigpu_master.core.placement.resource_classes import SEARCHED_MAX, Backlog, ByFirstTask, ResourceClass
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
@@ -172,7 +172,7 @@ def test_a_class_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strate
 
 def test_the_tasks_of_a_lost_worker_go_back_in_order_however_many_they_are() -> None:
     stage = Stage()
-    count = 3 * SORTED_IN
+    count = 3 * SEARCHED_MAX
     stage.worker("a", slots=count)
     tasks = stage.submit(count)
     stage.handle(ev.SessionClosed(stage.sessions))

@@ -56,9 +56,7 @@ EVENTS = (
         "self.hold.until_s = event.hold_until_s",
         "self.hold.until_s = 0.0",
     ),
-    scheduler(
-        "the wait after a restart has no end of its own", "self.timers.at(event.hold_until_s, lambda _now: None)"
-    ),
+    scheduler("the wait after a restart has no end of its own", "self.timers.at(event.hold_until_s, self._end_hold)"),
     scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.forget_committed(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission(

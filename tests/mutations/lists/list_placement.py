@@ -124,7 +124,7 @@ PLACEMENT = (
     classes_story("requirements that nothing has any more count", "shapes[shape] -= 1"),
     classes(
         "a requeued task goes before older tasks",
-        "while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:",
+        "while len(older) < SEARCHED_MAX and (head := self.head()) is not None and head.task_id < task.task_id:",
         "while False:",
     ),
     classes(

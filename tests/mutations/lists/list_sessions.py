@@ -36,7 +36,7 @@ SESSIONS = (
     sessions("P2: a task has two leases", "task.outcome is not None or task.lease is not", "task.outcome is not"),
     sessions("an adopted task stays in its class", "self._ledger.classes.remove(self._ledger.class_of(task), task)"),
     sessions("an adopted task pauses on", "extra.not_before_s = 0.0", seeds=5000),
-    sessions("P4: reconnects make a dead letter of a task", "extra.losses = max(0, extra.losses - 1)", seeds=5000),
+    sessions("P4: reconnects make a dead letter of a task", "            extra.losses -= 1\n", seeds=5000),
     sessions(
         "P4: a task has more attempts than it may after a restart of the master",
         "task.attempts = max(task.attempts, held.attempt)",
@@ -57,7 +57,11 @@ SESSIONS = (
     sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),
     sessions("each heartbeat restarts the run time", "if held.running and not lease.running:\n", "if held.running:\n"),
     sessions("P3: a heartbeat is not heard", "worker.heard_s = now\n        worker.telemetry", "worker.telemetry"),
-    sessions("P3: a report is not heard", "        worker.heard_s = now\n        for lease_id", "        for lease_id"),
+    sessions(
+        "P3: a report is not heard",
+        "        if not event.by_master:\n            worker.heard_s = now\n        for",
+        "        for",
+    ),
     sessions("a worker's models are not noted", "fleet.heard(worker, event.models, event.last_frame, now)"),
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.eligibility_changed(worker)"),

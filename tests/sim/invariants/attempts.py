@@ -1,9 +1,9 @@
 """What a lease that ended costs its task: the rules of attempts, losses and pauses, from events and commands alone.
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
-- Any other end is not charged; it counts as a loss, and adoption takes one loss back. Leases returned by a sick device
-  (of running tasks, the first two), recalled leases, leases that a worker did not start in time, and those taken back
-  at a drain's deadline are no losses.
+- Any other end is not charged; it counts as a loss, and the adoption of its lease takes the loss back. Leases returned
+  by a sick device (of running tasks, the first two), recalled leases, leases that a worker did not start in time, and
+  those taken back at a drain's deadline are no losses.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 
@@ -31,7 +31,14 @@ class Tally:
 
     attempts: int = 0
     losses: int = 0
+    lost_lease_id: int = 0  # of the newest of these losses
     sick_returns: int = 0
+
+    def take_back(self, lease_id: int) -> None:
+        """The lease was adopted: its loss, if it was one, no longer counts."""
+        if self.lost_lease_id == lease_id:
+            self.losses -= 1
+            self.lost_lease_id = 0
 
 
 class Attempts:
@@ -130,7 +137,9 @@ class Attempts:
             return
         base_s = 0.0
         if charge is False:
-            tally.losses += not spared
+            if not spared:
+                tally.losses += 1
+                tally.lost_lease_id = lease.lease_id
             tally.attempts -= tally.attempts == lease.attempt
             over = OutcomeState.DEAD_LETTERED if tally.losses > LOSSES_MAX else None
             if tally.losses > 1 and not spared:
@@ -157,7 +166,7 @@ class Attempts:
         if adopted:
             self._recalled.pop(lease.lease_id, None)  # the master has asked an earlier session
             tally.attempts = max(tally.attempts, lease.attempt)
-            tally.losses = max(0, tally.losses - 1)
+            tally.take_back(lease.lease_id)
         else:
             tally.attempts += 1
             check(lease.attempt == tally.attempts, "lease %s is attempt %s: %s", lease.lease_id, lease.attempt, tally)
@@ -173,7 +182,7 @@ class Attempts:
             if held.lease_id in adopted and held.lease_id not in live:
                 tally = self._tallies.setdefault(task, Tally())
                 tally.attempts = max(tally.attempts, held.attempt) - (tally.attempts <= held.attempt)
-                tally.losses = max(0, tally.losses - 1)
+                tally.take_back(held.lease_id)
 
     def _settled(self, task: Task, now: float) -> None:
         """An end by the clock had its reason; what is settled is no longer followed."""

@@ -23,6 +23,7 @@ class Time:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._hold_until_s = self._hold_at_most_until_s = 0.0
+        self._last_s = 0.0  # time of the last event
         self._awaited: dict[str, None] = {}
         self._heard_s: dict[int, float] = {}  # session -> when it last spoke
         self._grace_s = core.ledger.limits.timer_late_s  # a later timer: the master was paused
@@ -39,6 +40,10 @@ class Time:
             since_s = max(self._due_s, self._away[-1][1] if self._away else 0.0)
             if since_s < now:
                 self._away.append((since_s, now))
+        if self._awaited and self._last_s < self._hold_until_s < now - self._grace_s:
+            # The master was away at the end of the hold: the hellos that came meanwhile are read first.
+            self._hold_until_s = self._hold_at_most_until_s = now + self._grace_s
+        self._last_s = now
         worker_id = ""
         match event:
             case ev.RegisterWorker() if event.expected:

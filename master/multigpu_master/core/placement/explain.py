@@ -35,7 +35,7 @@ class Explanation:
     summary: str
     strategy: str
     score_meaning: str
-    ahead: int | None  # tasks of its queue that are dispatched before it; None: it does not wait
+    ahead: int | None  # tasks of its queue that are dispatched before it; None: it is leased, settled or pauses
     candidates: list[Candidate]
 
 
@@ -92,27 +92,27 @@ def _avoided(fleet: Fleet, strategy: Strategy, shape: Shape, task: Task) -> list
 
 
 def _ahead(core: Core, task: Task) -> int | None:
-    """How many tasks of the task's queue are dispatched before it; None: it does not wait. The order is by the number
-    of the priority, then by task_id.
+    """How many tasks of the task's queue are dispatched before it, in the order of priority and task_id. None: it is
+    leased, settled or pauses.
     """
     if not task.waiting:
         return None
-    spec, ahead, exact = task.spec, 0, COUNTED_MAX
+    spec, ahead, exact_max = task.spec, 0, COUNTED_MAX
     for resource_class in islice(core.ledger.classes.by_key.values(), COUNTED_MAX):
         if resource_class.queue.name != spec.queue or resource_class.priority > spec.priority:
             continue
         if resource_class.priority < spec.priority:
             ahead += resource_class.size
         else:
-            ahead += _older(resource_class, task.task_id, exact)
-            exact = max(0, exact - len(resource_class.tasks))
+            ahead += _older(resource_class, task.task_id, exact_max)
+            exact_max = max(0, exact_max - len(resource_class.tasks))
     return ahead
 
 
-def _older(resource_class: ResourceClass, task_id: int, exact: int) -> int:
-    """The number of waiting tasks with a smaller task_id; estimated if the class has more than `exact` tasks."""
+def _older(resource_class: ResourceClass, task_id: int, exact_max: int) -> int:
+    """The number of waiting tasks with a smaller task_id; estimated if the class has more than `exact_max` tasks."""
     tasks = resource_class.tasks
-    if len(tasks) <= exact:
+    if len(tasks) <= exact_max:
         return sum(other.task_id < task_id and other.waiting for other in tasks)
     # Not exact, as retries may be out of order, and ended tasks may leave entries; but both are few.
     return round(bisect_left(tasks, task_id, key=attrgetter("task_id")) / len(tasks) * resource_class.size)
@@ -144,11 +144,13 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
     if not core.fleet.placeable(shape):
         return why_unplaceable(core.fleet, task.spec, queued=True)
     if shape.world_size > 1:
-        idle = sum(not (w.leases or w.occupied_slots) for w in core.fleet.eligible(shape) if w.accepting)
+        able = [w for w in core.fleet.eligible(shape) if w.accepting]
+        idle = len(one_per_device(w for w in able if not (w.leases or w.occupied_slots)))
         reserved = len(core.gangs.reserved_for(core.ledger.strategy_of(core.ledger.queue(task.spec.queue)), shape))
         held = f", {reserved} are reserved for such tasks" if reserved else ""
         start = _gang_start(core, shape, now)
-        return f"waits for {shape.world_size_min} idle workers: {idle} are idle{held}; {before}{start}"
+        needs = f"{shape.world_size_min} idle workers on different devices"
+        return f"waits for {needs}: {idle} are idle{held}; {before}{start}"
     if pin is not None and pin.full:
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
         return f"{pinned}; {before}"

@@ -17,10 +17,10 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# put_back() looks for a task's place among at most this many tasks at the front; behind these, retries may be out of
-# order.
-SORTED_IN = 64
-# A queue or heap with at most this many stale entries is not rebuilt.
+# put_back() looks for a task's place among this many tasks at the front. It inserts a task with more older tasks behind
+# these, so before some older ones.
+SEARCHED_MAX = 64
+# A class's deque, or a heap, with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
 
 
@@ -117,7 +117,7 @@ class ResourceClass:
     def put_back(self, task: Task) -> None:
         """Inserts a task in the order of task_ids."""
         older: list[Task] = []
-        while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:
+        while len(older) < SEARCHED_MAX and (head := self.head()) is not None and head.task_id < task.task_id:
             older.append(self.tasks.popleft())
         self.tasks.extendleft([task, *reversed(older)])
 
@@ -285,7 +285,9 @@ class ResourceClasses:
     # --- backlogs ----------------------------------------------------------------------------------------------------
 
     def queued(self, strategy: Strategy, shape: Shape) -> int:
-        """How many tasks of a shape (without partition) wait in queues with a strategy that is not pinned."""
+        """How many tasks of this shape (without partition) wait in unpaused queues with this strategy, which is not
+        pinned.
+        """
         backlog = self.backlogs.get((strategy.name, shape, None))
         return backlog.size if backlog is not None else 0
 

@@ -1,7 +1,8 @@
 """Sick devices, poison tasks, and the circuit breaker.
 
 Every heartbeat has the device's health. While a device is sick or recovering, or has not passed a check that the master
-requested, its worker is quarantined: it gets no leases. A heartbeat that reports a healthy device ends the quarantine.
+requested, its worker is quarantined: it gets no leases. A heartbeat ends the quarantine if it reports a fit device
+(healthy or degraded) and no requested check is open.
 
 An engine may break because of the task or because of the device. Two observations distinguish the causes:
 - a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and for a while no
@@ -9,7 +10,8 @@ An engine may break because of the task or because of the device. Two observatio
 - a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
   requests a check from its worker, and each of these tasks gets another attempt. This needs another connected device
   to compare with.
-A device that reports that it is sick is blamed for the engines that broke on it, also for those that made it suspect.
+A device that reports that it is sick, for a reason of its own, is blamed for the engines that broke on it, also for
+those that made it suspect.
 
 The breaker counts the devices quarantined within a window. If they are more than a share of the connected devices, it
 trips, because they probably have a common cause (a driver, a power supply, a bad release). Until an operator resets the
@@ -22,7 +24,6 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.restart import RecoveryHold
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Health
 
@@ -43,7 +44,7 @@ class Breaker:
     share: float
     window_s: float
     tripped_s: float = 0.0  # 0.0: it has not tripped
-    quarantines: dict[str, float] = field(default_factory=dict)  # by device_key: when it was quarantined last
+    quarantines: dict[str, float] = field(default_factory=dict)  # by device_key: when it was last found sick or suspect
 
     def count(self, now: float) -> int:
         """The number of devices quarantined within the window."""
@@ -56,9 +57,8 @@ class Breaker:
 
 
 class Quarantine:
-    def __init__(self, ledger: Ledger, fleet: Fleet, commands: Commands, hold: RecoveryHold) -> None:
+    def __init__(self, ledger: Ledger, fleet: Fleet, commands: Commands) -> None:
         self._ledger = ledger
-        self._hold = hold
         self._fleet = fleet
         self._commands = commands
         self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
@@ -105,10 +105,11 @@ class Quarantine:
     # --- the breaker -------------------------------------------------------------------------------------------------
 
     def device_count(self, now: float) -> int:
-        """How many devices are connected, or may reconnect after a restart of the master."""
-        workers = self._fleet.workers
-        awaited = [workers[worker_id] for worker_id in self._hold.awaited(now) if worker_id in workers]
-        return len({worker.device_key for worker in (*self._fleet.sessions.values(), *awaited)})
+        """How many devices are connected, or were within the window: after a partition or a restart of the master, they
+        reconnect one by one.
+        """
+        since_s = now - self.breaker.window_s
+        return len({w.device_key for w in self._fleet.workers.values() if w.session or w.heard_s > since_s})
 
     def _count_and_admit(self, worker: Worker, now: float) -> bool:
         """Whether the breaker permits the quarantine of a worker. Counts it, and trips the breaker above its limit."""
@@ -206,8 +207,8 @@ class Quarantine:
         return [task for task in tasks if task is not None]
 
     def _blame(self, device: str) -> None:
-        """Blames a sick device for its marks, which give their tasks another attempt, and removes it from
-        broke_on_devices of these tasks and of those for which it was suspected.
+        """Gives each task with a mark on the sick device one more attempt, and removes the device from broke_on_devices
+        of these tasks and of the tasks that had made it suspect.
         """
         tasks = self._take_marked_tasks(device)
         for task in tasks:

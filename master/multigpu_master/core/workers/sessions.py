@@ -11,7 +11,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Energy, Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker, total
+from multigpu_master.core.model import Energy, Extra, Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker, total
 from multigpu_master.core.placement.gangs import Gangs
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.restart import RecoveryHold
@@ -26,8 +26,9 @@ PARTIALS_BYTES_MAX = 16 << 20
 OUTCOME_BYTES_MAX = 63 << 20
 PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
 # The error types of leases that come back without charge: the model had to make room for another; the master could not
-# read the payload now. And the pause in seconds before their tasks are requeued.
+# read the payload now.
 MAKES_ROOM, PAYLOAD_NOT_READABLE = "ModelMakesRoom", "PayloadNotReadable"
+# The pause before the tasks of such leases are requeued.
 REQUEUE_S = 0.1
 # The error type of a lease that its worker returned because the master recalled it.
 RECALLED = "Recalled"
@@ -110,13 +111,23 @@ class Sessions:
             self._ledger.classes.remove(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
-            # If the lease was counted as lost when its session ended, that no longer counts.
-            extra.losses = max(0, extra.losses - 1)
+            self._undo_loss(task, extra, held)
         task.attempts = max(task.attempts, held.attempt)
         lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
         self._ledger.record_lease(lease, now)
         self._observe(lease, held, now)
         return True
+
+    def _undo_loss(self, task: Task, extra: Extra, held: ev.HeldLease) -> None:
+        """Undoes what the end of the lease's session has recorded: its log, the loss, and the ended attempt."""
+        if held.log:  # it has all of the attempt's log
+            self._ledger.drop_log(task, held.lease_id)
+        if extra.lost_lease_id == held.lease_id:
+            extra.losses -= 1
+            extra.lost_lease_id = 0
+        if extra.attempts and extra.attempts[-1].lease_id == held.lease_id:
+            extra.attempts = extra.attempts[:-1]
+            self._ledger.keep_error(task, None)
 
     def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> None:
         """Applies what the worker reports of a lease that it holds."""
@@ -177,7 +188,7 @@ class Sessions:
         self._commands.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
-            for lease in reversed(gone):  # each task is put at the front of its class, so the oldest lease comes last
+            for lease in reversed(gone):  # the youngest first: so put_back() passes few older tasks
                 self._attempts.revoke_uncharged(lease, f"worker {worker.worker_id} lost the lease", now)
         for lease in saved:
             if lease.task.lease is lease:
@@ -201,7 +212,8 @@ class Sessions:
         if worker is None:
             self._ledger.counters.stale_reports += len(event.succeeded) + len(event.failures)
             return
-        worker.heard_s = now
+        if not event.by_master:
+            worker.heard_s = now
         for lease_id, log in event.logs.items():
             if lease_id in worker.leases:
                 worker.leases[lease_id].log = log
@@ -210,16 +222,18 @@ class Sessions:
         models: Iterable[str] = ()
         if worker.residency.loading_since_s:
             models = dict.fromkeys(worker.leases[x].model for x in event.succeeded if x in worker.leases)
-        succeeded = self._succeeded(worker, event, now)
-        self._usage.succeeded(succeeded, event.device_s)
-        failed = self._failed(worker, event, now)
+        succeeded, charged = self._succeeded(worker, event, now), self._failed(worker, event, now)
         worker.succeeded += len(succeeded)
-        worker.failed += failed
-        worker.pace.report(worker.info, len(succeeded) + failed, now)
-        # Without all results it is unknown how long the tasks of these leases took.
+        worker.failed += len(charged)
+        units, failed_units = sum([task.units for task in succeeded]), sum([task.units for task in charged])
+        failed_s = event.device_s * failed_units / max(1, units + failed_units)
+        self._usage.succeeded(succeeded, event.device_s - failed_s)
+        self._usage.failed(charged, failed_s)
+        if not event.by_master:
+            worker.pace.report(worker.info, len(succeeded) + len(charged), now)
+        # If some of the reported leases were stale, the run time of the others is unknown.
         if succeeded and len(succeeded) == len(event.succeeded) and 0.0 < event.start_s < event.finish_s:
             spec = succeeded[0].spec
-            units = sum([task.units for task in succeeded])
             seconds = event.finish_s - event.start_s
             fleet.record_run(worker, (spec.kind, spec.model), len(succeeded), units, seconds, now)
         for model in models:
@@ -228,7 +242,7 @@ class Sessions:
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
         """Settles the tasks reported as succeeded whose leases the worker still holds. Returns these tasks."""
-        # The worker's clock may be ahead of the master's, and an outcome's retention begins at finish_s.
+        # The worker's clock may be ahead of the master's: no outcome ends in the future.
         finish_s, start_s, content_type = min(event.finish_s or now, now), event.start_s, event.content_type
         worker_id, device_id = worker.info.worker_id, worker.info.device_id
         leases = []
@@ -287,9 +301,9 @@ class Sessions:
         task.outcome, task.lease = first, lease
         return True
 
-    def _failed(self, worker: Worker, event: ev.Reports, now: float) -> int:
-        """Releases the leases of tasks that did not succeed. Returns how many attempts failed: returned leases are not
-        counted.
+    def _failed(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
+        """Releases the leases of tasks that did not succeed. Returns the tasks whose attempts failed, without those of
+        returned leases.
         """
         attempts, charged, finish_s = self._attempts, list[Task](), min(event.finish_s or now, now)
         for failure in event.failures:
@@ -311,8 +325,7 @@ class Sessions:
                 condemned = failure.broke_engine and self._quarantine.broke_engine(lease, now)
                 ended_s = max(finish_s, lease.dispatch_s)
                 attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
-        self._usage.failed(charged, event.device_s)
-        return len(charged)
+        return charged
 
     def partials(self, event: ev.Partials, now: float) -> None:
         """Records partial outputs, and forwards the new ones to the streams that follow their tasks."""
@@ -371,15 +384,13 @@ class Sessions:
 
     def _lose(self, worker: Worker, now: float, kept: Container[int] = ()) -> None:
         """Marks the worker as lost. Releases its leases, except those with lease_ids in `kept`, which the worker's next
-        session has brought along. Requeues the tasks, the youngest first: each is put at the front of its class, so
-        the oldest is at the front in the end.
+        session has brought along. Requeues the tasks, the youngest first: so put_back() passes few older tasks.
         """
         leases = [x for x in worker.leases.values() if x.lease_id not in kept]
         leases.sort(key=lambda x: -x.task.task_id)
         for lease in leases:
             self._ledger.release(lease)
         self._fleet.close_session(worker)
-        worker.heard_s = now
         for lease in leases:
             self._attempts.worker_lost(lease, now)
         self._commands.worker_changed(worker, save=True)
