@@ -57,6 +57,12 @@ EXIT_ENGINE = 3
 EXIT_PROTOCOL = 4
 EXIT_TAKEN_OVER = 5
 
+# Settings that are paths, in which ~ may stand for a home.
+PATHS = (
+    "tls_ca", "tls_cert", "tls_key", "token_file", "train_dir", "model_repository", "vllm_python", "artifacts_dir",
+    "embedding_cache_file", "stats_file",
+)  # fmt: skip
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click_options(WorkerConfig)
@@ -97,6 +103,12 @@ def main(config_file: str | None, **flags: Any) -> None:
 
 def _check_files(config: WorkerConfig) -> None:
     """Raises ConfigError if a file or folder that the settings name can't be used."""
+    paths = [(name, getattr(config, name)) for name in PATHS]
+    for name, path in paths + [("models", entry.partition("=")[2].strip()) for entry in config.models]:
+        try:
+            Path(path).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"{name} has {path}: {error} Write the whole path instead of ~") from error
     Credentials.of(config).check(config.master)
     try:
         if name := config.artifacts_dir:
@@ -105,7 +117,8 @@ def _check_files(config: WorkerConfig) -> None:
             append(Path(name).expanduser(), b"", BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"{name} can't be used ({error}): name another artifacts_dir or stats_file") from error
-    if config.vllm_python and not os.access(Path(config.vllm_python).expanduser(), os.X_OK):
+    python = Path(config.vllm_python).expanduser()
+    if config.vllm_python and not (os.access(python, os.X_OK) and python.is_file()):
         raise ConfigError(f"vllm_python {config.vllm_python} is no program: name the Python of vLLM's environment")
     if config.train_dir and not Path(config.train_dir).expanduser().is_dir():
         raise ConfigError(f"train_dir {config.train_dir} is no folder: make it, and put the training scripts there")

@@ -186,6 +186,18 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, fake_gpu: threa
     assert (forward.per_example, forward.switch.current.per_example) == (True, None)
 
 
+@pytest.mark.parametrize(("width_max", "examples_max"), [("40", "1"), ("4", "4")])
+def test_trial_is_no_larger_than_the_plan(
+    tmp_path: Path, fake_gpu: threading.Event, width_max: str, examples_max: str
+) -> None:
+    spec, settings = doubling(tmp_path, parameters={"width_max": width_max, "examples_max": examples_max})
+    forward, _ = load_infer(spec, settings, FP32)
+    assert isinstance(forward, infer_tensorrt.SwitchingForward)
+    fake_gpu.set()
+    assert forward.switch.settle(300)
+    assert isinstance(forward.switch.current, infer_tensorrt.PlanForward), forward.switch.facts()
+
+
 def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")
     graph = small_graphs.save_classifier(tmp_path / "model")
@@ -240,7 +252,8 @@ def test_plan_with_other_numbers_never_serves(tmp_path: Path, fake_gpu: threadin
         def __call__(self, inputs: Any) -> Any:
             return {"y": 2 * inputs["x"] + self.answer}
 
-    assert infer_tensorrt.try_out(Wrong(0.0), forward, "fp32") == {"difference to onnx": "0.0e+00"}
+    limits = infer_tensorrt.limits_of(spec, "cpu")
+    assert infer_tensorrt.try_out(Wrong(0.0), forward, "fp32", limits) == {"difference to onnx": "0.0e+00"}
     for answer in (0.1, float("nan")):
         with pytest.raises(ModelFolderError, match=r"differs from ONNX Runtime's by .* use a wider precision"):
-            infer_tensorrt.try_out(Wrong(answer), forward, "fp32")
+            infer_tensorrt.try_out(Wrong(answer), forward, "fp32", limits)

@@ -80,6 +80,30 @@ def test_dropped_leases_go_nowhere() -> None:
     assert pop(made) == [8]
 
 
+def test_dropped_leases_do_not_pile_up_in_a_queue_that_can_not_run() -> None:
+    """As those of a model that never loads; and it is not asked for when nobody waits for it any more."""
+    made = batcher()
+    asked: list[Spec] = []
+
+    def may(spec: Spec) -> bool:
+        asked.append(spec)
+        return False
+
+    for n in range(1, 4):
+        (lease,) = leases([n])
+        made.add(ECHO, [lease])
+        lease.dropped = True
+        assert made.pop(one_by_one=one_by_one, may=may) == []
+        assert not made._queues
+    assert not asked
+    waiting = leases(range(4, 7))
+    made.add(ECHO, waiting)
+    waiting[0].dropped = True
+    assert made.pop(one_by_one=one_by_one, may=may) == []
+    assert [lease for _, lease in made._queues[ECHO]] == waiting[1:]
+    assert asked == [ECHO]
+
+
 def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     made = batcher()
     made.add(ECHO, leases([1, 2, 3, 4]))
@@ -247,3 +271,23 @@ def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
     assert pop_at(made, 1.1) == [6]
     made.add(MODEL, leases(range(7, 30), MODEL))
     assert [len(pop_at(made, 1.2)) for _ in range(4)] == [8, 8, 4, 0]
+
+
+def test_dropped_leases_at_the_head_of_a_batch_that_waits_hide_no_tokens() -> None:
+    made = growing()
+    waiting = leases([1, 2], MODEL)
+    made.add(MODEL, waiting)
+    assert pop_at(made, 1.0) == []
+    waiting[0].dropped = True
+    made.add(MODEL, leases([3], MODEL, payload_bytes=400))
+    assert pop_at(made, 1.1) == [2], "with the next one there is more than the budget of tokens"
+    waiting = leases([4, 5], MODEL)
+    made = growing()
+    made.add(MODEL, waiting)
+    assert pop_at(made, 2.0) == []
+    uncounted = leases([6], MODEL)
+    made.add(MODEL, uncounted + leases([7], MODEL))
+    for lease in waiting + uncounted:
+        lease.dropped = True
+    assert pop_at(made, 2.1) == []
+    assert pop_at(made, 2.6) == [7]

@@ -82,6 +82,22 @@ def test_a_lease_is_held_until_its_report_is_sent_and_a_revoked_one_reports_noth
     assert session.revoke(4) is None  # reported already
 
 
+def test_a_lease_that_need_not_run_keeps_no_bytes_for_a_run(session: Session) -> None:
+    """The batcher may have it for long, if its model never loads."""
+    leases = grant(session, 1, 2, 3)
+    for lease in leases:
+        lease.checkpoint, lease.partials_before = b"checkpoint", (b"before",)
+        session.partial(lease, b"partial")
+        session.save(lease, b"saved")
+    assert session.revoke(1) is leases[0]
+    session.return_leases(leases[1:2], "no model", 1)
+    succeed(session, leases[2])
+    for lease in leases:
+        assert (lease.payload, lease.checkpoint, lease.partials_before) == (b"", b"", ())
+    assert (leases[0].partials, leases[0].checkpoint_saved) == (None, None)
+    assert (leases[1].partials, leases[1].checkpoint_saved) == ([(b"partial", "")], b"saved"), "they may be sent again"
+
+
 def test_frames_are_bounded(session: Session) -> None:
     leases = grant(session, *range(1, 11))
     succeed(session, *leases, result=b"x" * (3 << 20))

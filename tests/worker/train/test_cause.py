@@ -1,7 +1,12 @@
 """The line that says why a script has ended."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
-from multigpu_worker.engines.train.engine import cause_in
+from multigpu_worker.engines.finetune.settings import BAD_INPUT, OUT_OF_MEMORY
+from multigpu_worker.engines.train.engine import Rank, cause_in
+from multigpu_worker.engines.train.errors import ScriptError
 
 TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -30,3 +35,26 @@ WARNING = """/lib/utils.py:485: UserWarning: torch.distributed is disabled
 )
 def test_it_is_found_among_warnings_and_tracebacks(errors: str, output: str, cause: str) -> None:
     assert cause_in(errors.splitlines(), output.splitlines()) == cause
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "error_type", "message"),
+    [
+        (OUT_OF_MEMORY, ["8 are tried"], "OutOfMemory", "rank 0: 8 are tried"),
+        (OUT_OF_MEMORY, [], "OutOfMemory", "rank 0: exit code 75, and nothing on stderr; its log is in /logs"),
+        (BAD_INPUT, ["no texts"], "BadInput", "no texts"),
+        (BAD_INPUT, [], "BadInput", "exit code 65, and nothing on stderr; its log is in /logs"),
+    ],
+)
+def test_a_finetuning_that_wrote_nothing_on_stderr_has_a_reason_too(
+    code: int, stderr: list[str], error_type: str, message: str
+) -> None:
+    rank = Rank.__new__(Rank)
+    rank._place = SimpleNamespace(rank=0, world_size=1)  # type: ignore[assignment]
+    rank._job = SimpleNamespace(finetune={}, retries=0)  # type: ignore[assignment]
+    rank._item = SimpleNamespace(attempt=1)  # type: ignore[assignment]
+    rank._stdout = SimpleNamespace(path=Path("/logs/stdout"))  # type: ignore[assignment]
+    rank._errors, rank._output = stderr, []
+    with pytest.raises(ScriptError, match=f"^{message}$") as raised:
+        rank._failed(SimpleNamespace(exitcode=code, error_file=""))
+    assert raised.value.error_type == error_type

@@ -43,6 +43,15 @@ class FailsLater(Fails):
         self.wfile.write(b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n')
 
 
+class Aborts(Fails):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"finish_reason": null, "token_ids": [5]}]}\n\n')
+        self.wfile.write(b'data: {"choices": [{"finish_reason": "abort", "token_ids": []}]}\n\n')
+
+
 class Server:
     def __init__(self, socket: Path) -> None:
         self.socket = str(socket)
@@ -72,6 +81,25 @@ def sequence() -> Any:
     return SimpleNamespace(reporter=reporter, item=None, request=request, finish_reason=None)
 
 
+class Begun:
+    """A sequence that wants more tokens."""
+
+    def __init__(self) -> None:
+        self.reporter, self.item, self.finish_reason = sequence().reporter, None, None
+        self.request = SimpleNamespace(json_schema="", sampling=SimpleNamespace(logprobs=None))
+        self.tokens: list[int] = []
+        self.succeeded = False
+
+    def take(self, choice: Any) -> None:
+        self.tokens.append(choice.token)
+
+    def end(self, reason: Any) -> None:
+        self.finish_reason = reason
+
+    def succeed(self) -> None:
+        self.succeeded = True
+
+
 @pytest.mark.parametrize(
     ("handler", "error"), [(Fails, "answers with 500"), (FailsLater, "EngineCore encountered an issue")]
 )
@@ -86,6 +114,20 @@ def test_after_an_error_that_the_server_answers_with_the_task_waits_briefly_for_
                 streams.run(sequence())
         finally:
             answering.shutdown()
+    assert server.waits_s == [ANSWERED_TIMEOUT_S]
+
+
+def test_an_answer_that_vllm_aborts_fails_so_that_the_next_attempt_goes_on(server: Server, streams: Streams) -> None:
+    """vLLM aborts its answers when it is ended. Half an answer is no success."""
+    answer = Begun()
+    with ThreadingUnixStreamServer(server.socket, Aborts) as answering:
+        threading.Thread(target=answering.serve_forever, args=(0.05,)).start()
+        try:
+            with pytest.raises(VllmError, match="before its end: abort"):
+                streams.run(answer)  # type: ignore[arg-type]
+        finally:
+            answering.shutdown()
+    assert (answer.tokens, answer.succeeded) == ([5], False)
     assert server.waits_s == [ANSWERED_TIMEOUT_S]
 
 

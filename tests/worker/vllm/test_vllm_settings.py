@@ -155,6 +155,34 @@ def test_a_python_without_vllm_is_an_error_and_leaves_no_process() -> None:
     assert not Path(server.socket).parent.exists()
 
 
+# What vLLM prints when its engine finds too little memory: the server's traceback comes last.
+NO_MEMORY = """#!/bin/sh
+echo "(EngineCore pid=7) ERROR 08-14 16:07:04 [core.py:1] EngineCore failed to start."
+echo "(EngineCore pid=7) ERROR 08-14 16:07:04 [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to ..."
+for i in $(seq 60); do echo "(APIServer pid=1)   File \\"async_llm.py\\", line $i, in f"; done
+echo "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above."
+exit 1
+"""
+
+
+def test_a_lack_of_memory_is_found_before_the_traceback_of_the_server(tmp_path: Path) -> None:
+    """The loader makes room for such a model, and tries again."""
+    program = tmp_path / "python"
+    program.write_text(NO_MEMORY)
+    program.chmod(0o755)
+    server = VllmServer(str(program), [], {}, lambda _: None)
+    with pytest.raises(MemoryError, match=r"CUDA out of memory.* RuntimeError: Engine core initialization failed"):
+        server.wait_ready()
+    server.close()
+
+
+def test_a_server_that_can_not_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="null byte"):
+        VllmServer(sys.executable, ["--served-model-name", "a\0b"], {}, lambda _: None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_its_memory_is_estimated_as_it_takes_it() -> None:
     gpu = DeviceInfo(
         device_id="GPU-1", name="cuda:0", product="a GPU", memory_total_bytes=1000, compute_capability="9.0"

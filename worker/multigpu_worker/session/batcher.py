@@ -10,7 +10,8 @@ than AGE_TASKS leases later, for each level between the two.
 
 A batch leaves as soon as an engine can take it, unless its model has a delay: then it waits until the delay is over, a
 limit is reached, or it has one of the sizes that the model prefers. Leases that come back from an engine that ended
-are not delayed again. The master watches deadlines and revokes leases; the batcher then drops them.
+are not delayed again. The master watches deadlines and revokes leases; the batcher then drops them, also from the heads
+of queues that can't run.
 
 Kinds that run a batch together (embeddings) have a budget of tokens for each batch. For kinds that run one by one
 (handlers) a larger batch only saves hops between processes, and it delays reports and revocations. So their batches
@@ -123,6 +124,7 @@ class Batcher:
         batch of a spec now. `now_s`: on a monotonic clock.
         """
         self._due_s = None
+        self._drop_heads()
         specs = sorted(self._queues, key=self._head) if len(self._queues) > 1 else list(self._queues)
         for spec in specs:
             if may is not None and not may(spec):
@@ -168,6 +170,19 @@ class Batcher:
         self._speeds[key] = speed
         if len(self._speeds) > SPEEDS_MAX:
             self._speeds.popitem(last=False)
+
+    def _drop_heads(self) -> None:
+        """Remove dropped leases at the heads of queues: no model is loaded for them, and they don't pile up."""
+        for spec in [spec for spec, queue in self._queues.items() if queue[0][1].dropped]:
+            queue = self._queues[spec]
+            before = len(queue)
+            while queue and queue[0][1].dropped:
+                queue.popleft()
+            if not queue:
+                del self._queues[spec]
+                self._delayed.pop(spec, None)
+            elif (delay := self._delayed.get(spec)) is not None:
+                delay.tasks = max(0, delay.tasks - (before - len(queue)))
 
     def _head(self, spec: Spec) -> int:
         return self._queues[spec][0][0]

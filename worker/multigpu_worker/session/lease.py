@@ -73,6 +73,12 @@ class Lease:
     partials_made: int = field(default=0, init=False)
     partial_bytes: int = field(default=0, init=False)
 
+    def release_inputs(self) -> None:
+        """Free what only a run needs: the lease itself may stay in queues for long."""
+        self.payload = b""
+        self.checkpoint = b""
+        self.partials_before = ()
+
     @property
     def suspect(self) -> bool:
         """Whether it may have ended an engine. Then it runs alone."""

@@ -151,6 +151,9 @@ class Session:
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             lease.dropped = True
+            # Nothing of it is run or sent any more, and the batcher has it until its queue can run.
+            lease.release_inputs()
+            lease.partials = lease.checkpoint_saved = None
         return lease
 
     def recall(self, lease_ids: Iterable[int]) -> list[Lease]:
@@ -204,7 +207,7 @@ class Session:
             lease = report.lease
             if self.leases.pop(lease.lease_id, None) is None:
                 continue
-            lease.payload = b""
+            lease.release_inputs()
             if lease.checkpoint_unsent and report.state is not ReportState.SUCCEEDED:
                 self.heartbeat_due = True
             report_bytes = _size_of(report)

@@ -36,7 +36,7 @@ from multigpu_worker.repository.model import ModelSpec
 WIDTH_MAX = 512
 # Largest difference between a plan's numbers and ONNX Runtime's, relative to the largest number.
 DIFFERENCE_MAX = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 2e-2, "bf16": 1e-1}
-# Sizes of the trial input's open dimensions.
+# Sizes of the trial input's open dimensions, unless the plan takes less.
 TRIAL_ROWS, TRIAL_WIDTH = 2, 8
 
 
@@ -118,7 +118,7 @@ def make_plan(
     if serving is None:
         return forward, facts
     if precision not in gate.GATED:
-        return forward, facts | try_out(forward, serving, precision)
+        return forward, facts | try_out(forward, serving, precision, limits)
     rows = forward.inputs[0].shape[0] if forward.inputs[0].shape else None
     types = {each.name: each.dtype for each in serving.inputs}
     held_out = gate.read_arrays(spec.folder / spec.gate.held_out, types, rows)
@@ -142,9 +142,9 @@ def graph_of(spec: ModelSpec, settings: EngineSettings, precision: str) -> Artif
     return artifacts_of(settings).get("onnx-cast", {"of": hash_folder(own), "precision": precision}, cast)
 
 
-def try_out(forward: Forward, serving: Forward, precision: str) -> dict[str, str]:
+def try_out(forward: Forward, serving: Forward, precision: str, limits: Limits) -> dict[str, str]:
     """Compare the plan's numbers with those of ONNX Runtime. Raises ModelFolderError if they differ too much."""
-    inputs = trial_inputs(forward.inputs)
+    inputs = trial_inputs(forward.inputs, limits)
     ours, theirs = forward(inputs), serving(inputs)
     worst = 0.0
     for name, wanted in theirs.items():
@@ -159,12 +159,13 @@ def try_out(forward: Forward, serving: Forward, precision: str) -> dict[str, str
     return {"difference to onnx": f"{worst:.1e}"}
 
 
-def trial_inputs(specs: tuple[TensorSpec, ...]) -> Arrays:
+def trial_inputs(specs: tuple[TensorSpec, ...], limits: Limits) -> Arrays:
     """Normally distributed numbers, or zeros and ones for integers, which may be indices."""
     rng = np.random.default_rng(0)
+    rows, width = min(TRIAL_ROWS, limits.rows_max), min(TRIAL_WIDTH, limits.width_max)
     inputs: Arrays = {}
     for spec in specs:
-        open_sizes = (TRIAL_ROWS, *(TRIAL_WIDTH for _ in (spec.shape or ())[1:]))
+        open_sizes = (rows, *(width for _ in (spec.shape or ())[1:]))
         shape = tuple(open_sizes[i] if size is None else size for i, size in enumerate(spec.shape or ()))
         if np.issubdtype(np.dtype(spec.dtype), np.floating):
             inputs[spec.name] = rng.standard_normal(shape).astype(spec.dtype)

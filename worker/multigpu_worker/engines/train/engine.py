@@ -270,10 +270,11 @@ class Rank:
         ended = "raised an error" if raised else f"ended with exit code {code}"
         message = f"rank {rank} {ended}{': ' if why else ''}{why}; {where}"
         retryable = self._item.attempt <= self._job.retries
+        last = next(reversed(self._errors), f"exit code {code}, and nothing on stderr; {where}")
         if self._job.finetune is not None and code == OUT_OF_MEMORY:
-            raise ScriptError("OutOfMemory", f"rank {rank}: {self._errors[-1]}", retryable=True)
+            raise ScriptError("OutOfMemory", f"rank {rank}: {last}", retryable=True)
         if self._job.finetune is not None and code == BAD_INPUT:
-            raise ScriptError("BadInput", self._errors[-1], retryable=False)
+            raise ScriptError("BadInput", last, retryable=False)
         raise ScriptError("ScriptFailed", message, retryable=retryable, traceback=written)
 
 

@@ -8,7 +8,9 @@ ran, starts both again, and runs these tasks again.
 import collections
 import contextlib
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +37,8 @@ GONE_TIMEOUT_S = 30.0
 # The same, after it has answered a request with an error.
 ANSWERED_TIMEOUT_S = 1.0
 NO_MEMORY = ("out of memory", "No available memory for the cache blocks", "is less than desired GPU memory utilization")
+# An error of vLLM's engine or of one of its ranks. Its server prints a long traceback of its own after that.
+CAUSE = re.compile(r"\((?:EngineCore|VllmWorker|Worker)[^)]*\) ERROR [^\]]*\] [\w.]*(?:Error|Exception)\b")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "PYTHONUNBUFFERED": "1",
@@ -55,16 +59,23 @@ class VllmServer:
         self.socket = str(Path(self._folder) / "socket")
         self._died = died
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self._cause = ""  # the first line that CAUSE matches
+        self._no_memory = False  # a line had one of NO_MEMORY
         self._closing = False
         module = ("-m", "vllm.entrypoints.openai.api_server")
         command = [python, *module, "--uds", self.socket, "--disable-uvicorn-access-log", *arguments]
         log.info("vLLM is being started", command=shlex.join(command))
         ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         ours |= ENVIRONMENT | dict(environment)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", keeper.__file__, str(os.getpid()), self._folder, *command], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ours,
-        )  # fmt: skip
+        kept = [sys.executable, "-I", keeper.__file__, str(os.getpid()), self._folder, *command]
+        try:
+            self._process = subprocess.Popen(
+                kept, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ours,
+            )  # fmt: skip
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
         self._reader.start()
 
@@ -86,8 +97,8 @@ class VllmServer:
         self._reader.join(END_TIMEOUT_S)
         output = "\n".join(self._lines)
         log.error("vLLM has ended while it loaded the model", output=output)
-        what = f"vLLM has ended while it loaded the model: {_reason(list(self._lines))}"
-        if any(words in output for words in NO_MEMORY):
+        what = f"vLLM has ended while it loaded the model: {_reason(self._cause, list(self._lines))}"
+        if self._no_memory:
             raise MemoryError(what)
         raise ModelFolderError(f"{what}; its output is in the worker's log")
 
@@ -112,6 +123,9 @@ class VllmServer:
         for line in self._process.stdout:
             text = line.decode("utf-8", "replace").rstrip()
             self._lines.append(text)
+            self._no_memory = self._no_memory or any(words in text for words in NO_MEMORY)
+            if not self._cause and CAUSE.match(text):
+                self._cause = text
             if "ERROR" in text:
                 log.error("vLLM reports an error", line=text)
 
@@ -122,9 +136,12 @@ class VllmServer:
             self._died("\n".join(self._lines))
 
 
-def _reason(lines: list[str]) -> str:
-    """The last error in the output and what follows it, or the last line; of a long one, its beginning and its end."""
+def _reason(cause: str, lines: list[str]) -> str:
+    """The cause, if there is one, the last error in the output and what follows it, or the last line; of a long text,
+    its beginning and its end.
+    """
     errors = [at for at, line in enumerate(lines) if "Error" in line or "error:" in line]
-    text = " ".join(line.strip() for line in lines[errors[-1] if errors else -1 :])
+    last = lines[errors[-1] if errors else -1 :]
+    text = " ".join(line.strip() for line in ([cause, *last] if cause and cause not in last else last))
     half = REASON_CHARS_MAX // 2
     return text if len(text) <= REASON_CHARS_MAX else f"{text[:half]} … {text[-half:]}"

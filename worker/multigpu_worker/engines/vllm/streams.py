@@ -132,6 +132,9 @@ class Streams:
                     event = json.loads(data)
                     if "error" in event:
                         raise VllmError(str(event["error"])[:ERROR_CHARS_MAX])
+                    # Such as "abort", when vLLM is being ended: the answer isn't complete.
+                    if unknown := {choice["finish_reason"] for choice in event["choices"]} - {None, *FINISHED}:
+                        raise VllmError(f"vLLM ended the answer before its end: {unknown.pop()}")
                     yield event
 
 
@@ -149,7 +152,7 @@ def _take(sequence: Sequence, event: dict[str, Any], known: list[int]) -> bool:
                 continue
             sequence.take(Choice(token, _logprobs(sequence, choice.get("logprobs"), at, token)))
         if reason and sequence.finish_reason is None:
-            sequence.end(FINISHED.get(reason, pb.FINISH_REASON_STOP))
+            sequence.end(FINISHED[reason])
     return reason is not None
 
 
