@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 from multigpu._kinds.inference import arrays_of, input_of
 from multigpu.v1 import embed_pb2
 from multigpu_worker.baselines.loading import load_model
-from multigpu_worker.baselines.loops import BATCHES, EngineLoop
+from multigpu_worker.baselines.loops import BATCHES, EngineLoop, Loop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
 from multigpu_worker.repository.folders import packaged_model
 from multigpu_worker.repository.model import ModelSpec, Remote
@@ -89,3 +89,28 @@ def test_engine_loop_uses_the_fastest_batch_size_and_raises_errors() -> None:
     assert (engine.sizes[0], sum(engine.sizes)) == (loop.batch, 60)
     with pytest.raises(RuntimeError, match="BadInput: it is empty"):
         loop.run(loop.read([b"a", b""]))
+
+
+class Small(Loop):
+    """Lacks memory for batches of this size and more."""
+
+    def __init__(self, lacks: int) -> None:
+        super().__init__((1, 8, 32))
+        self._lacks = lacks
+        self.sizes: list[int] = []
+
+    def run(self, examples: Any) -> None:
+        del examples
+        self.sizes.append(self.batch)
+        if self.batch >= self._lacks:
+            raise MemoryError("full")
+
+
+def test_batch_sizes_that_lack_memory_are_not_chosen() -> None:
+    """The largest one ended the baseline."""
+    loop = Small(lacks=8)
+    loop.warm_up([])
+    assert loop.batch == 1
+    assert loop.sizes == [1, 8, 32, 1]
+    with pytest.raises(MemoryError, match="full"):
+        Small(lacks=1).warm_up([])

@@ -303,6 +303,40 @@ async def test_energy_is_read_only_while_the_device_works() -> None:
         sampler.stop()
 
 
+@pytest.mark.parametrize("error", [DeviceGoneError("gpu_is_lost", "it is gone"), RuntimeError("timeout")])
+async def test_energy_that_cannot_be_read_at_the_start_is_read_later(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A device that was gone at the start and came back never had the energy of its tasks."""
+
+    class Late(BlockingDevice):
+        def energy_joules(self) -> float | None:
+            if super().energy_joules() == 10.0:
+                raise error
+            return self.joules
+
+    monkeypatch.setattr("multigpu_worker.device.sampler.METER_INTERVAL_S", 3600.0)
+    device = Late()
+    device.answers.set()
+    sampler = Sampler(device)
+    sampler.start()
+    try:
+        for _ in range(3):
+            await sampler.sample(5.0)
+        assert (sampler.meter, device.joules) == (None, 10.0), "not at each sample"
+        sampler.device_released = True
+        monkeypatch.setattr("multigpu_worker.device.sampler.METER_INTERVAL_S", 0.0)
+        for _ in range(3):
+            await sampler.sample(5.0)
+        assert sampler.meter is None, "a driver that is open would keep the device"
+        sampler.device_released = False
+        async with asyncio.timeout(120):
+            while sampler.meter is None:
+                await sampler.sample(5.0)
+    finally:
+        sampler.stop()
+
+
 async def test_an_error_while_energy_is_read_does_not_end_the_samples() -> None:
     class Unreadable(BlockingDevice):
         def energy_joules(self) -> float | None:

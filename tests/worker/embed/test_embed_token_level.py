@@ -1,5 +1,6 @@
 """Vectors of tokens, tokens of texts and texts of tokens: those of sentence-transformers and of transformers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 import sentence_transformers
 import transformers
 from multigpu.v1 import embed_pb2
-from multigpu_worker.engines.base import EmbeddingCacheSettings
+from multigpu_worker.engines.base import EmbeddingCacheSettings, Item
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import EmbedModel, load_model
@@ -137,6 +138,56 @@ def test_a_shortage_of_memory_fails_one_item(engine: EmbedEngine, monkeypatch: p
     recorder = run(engine, batch_of([message(TEXTS, output=VECTORS), message(["x"], output=VECTORS)]))
     assert recorder.outcomes[0][0::2] == ("OutOfMemory", True)
     assert recorder.outcomes[1][0] == "ok"
+
+
+def test_a_result_that_is_too_large_is_given_up_at_the_first_text_above_the_limit(
+    engine: EmbedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above 2 GiB protobuf raised an error, which failed the tasks of other callers too."""
+    compute, widths = EmbedModel.embed_tokens, []
+
+    def counted(model: EmbedModel, inputs: Any) -> Any:
+        widths.append(inputs["input_ids"].size)
+        return compute(model, inputs)
+
+    monkeypatch.setattr(EmbedModel, "embed_tokens", counted)
+    monkeypatch.setattr(engine, "_settings", dataclasses.replace(engine._settings, result_bytes_max=10 * 384 * 4))
+    # "x" has three tokens.
+    recorder = run(
+        engine, batch_of([message(["x"] * 50, output=VECTORS), payload("x"), message(["x"], output=VECTORS)])
+    )
+    error_type, text, retryable = recorder.outcomes[0]
+    assert (error_type, retryable) == ("ResultTooLarge", False)
+    assert "the vectors of the first 4 of 50 texts have 18432 bytes, the worker's result_bytes_max is 15360" in text
+    assert widths == [3] * 5
+    assert [recorder.outcomes[i][0] for i in (1, 2)] == ["ok", "ok"]
+
+
+def test_an_error_of_one_item_fails_it_alone(engine: EmbedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = EmbedModel.embed_tokens
+
+    def odd(model: EmbedModel, inputs: Any) -> Any:
+        if inputs["input_ids"].size > 100:
+            raise RuntimeError("no such row")
+        return compute(model, inputs)
+
+    monkeypatch.setattr(EmbedModel, "embed_tokens", odd)
+    asked = [message(TEXTS, output=VECTORS), payload("x"), message(["x"], output=VECTORS)]
+    recorder = run(engine, batch_of(asked))
+    assert recorder.outcomes[0] == ("RuntimeError", "no such row", True)
+    assert [recorder.outcomes[i][0] for i in (1, 2)] == ["ok", "ok"]
+
+
+def test_a_batch_does_not_wait_any_more_when_it_raises(engine: EmbedEngine) -> None:
+    """It was kept for ever, and its first texts were computed beside later batches."""
+
+    class Broken(Recorder):
+        def cancelled(self, item: Item) -> bool:
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        run(engine, batch_of([payload("x"), message(["x"], output=TOKENS)]), Broken())
+    assert not engine._waiting
 
 
 def test_cancelled_items_are_skipped(engine: EmbedEngine) -> None:

@@ -137,6 +137,57 @@ reporter: {output_file: "${oc.env:A_FILE,./r.csv}"}
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("backend.endpoint", "null", ("", {})),
+        ("backend.max_memory", "{0: 20000000000}", ("http://localhost:8000/v1", {0: 20 * 10**9})),
+        ("backend.max_memory.0", "20000000000", ("http://localhost:8000/v1", {0: 20 * 10**9})),
+        ("backend", "{type: pytorch, endpoint: null, max_memory: {0: 20000000000}}", ("", {0: 20 * 10**9})),
+    ],
+)
+def test_a_value_for_one_run_is_read_as_in_the_file(file: Any, key: str, value: str, found: Any) -> None:
+    backend = load(file("backend: {type: pytorch}"), {key: value}).backend
+    assert (backend.endpoint, backend.memory_limits_bytes()) == found
+
+
+def test_an_environment_variable_or_its_default_may_be_empty(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("A_VALUE", raising=False)
+    text = 'backend: {type: pytorch, endpoint: "${A_VALUE:-}", max_memory: "${A_VALUE:-}", model: "${A_VALUE:-}"}'
+    backend = load(file(text)).backend
+    assert (backend.endpoint, backend.max_memory, backend.model) == ("", {}, "")
+    monkeypatch.setenv("A_VALUE", "")
+    assert load(file('name: "${A_VALUE}"')).name == ""
+    assert load(file('name: "${A_VALUE:-x}"')).name == "x"
+
+
+@pytest.mark.parametrize("value", ["org/m #1", "a: b", "{", "1.5", "007", "null", "yes"])
+def test_an_environment_variable_is_the_text_of_a_key_with_text(
+    file: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("A_VALUE", value)
+    config = load(file('name: "${A_VALUE}"\nbackend: {model: "${A_VALUE}"}'))
+    assert (config.name, config.backend.model) == (value, value)
+
+
+def test_an_environment_variable_may_be_a_list_a_number_or_a_bool(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IDS", "[0, 1]")
+    monkeypatch.setenv("SHARE", "0.5")
+    monkeypatch.setenv("CACHE", "false")
+    text = 'backend: {device_ids: "${IDS}", gpu_memory_utilization: "${SHARE}", use_cache: "${CACHE}"}'
+    backend = load(file(text)).backend
+    assert (backend.device_ids, backend.gpu_memory_utilization, backend.use_cache) == ((0, 1), 0.5, False)
+    monkeypatch.setenv("SHARE", "{")
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: '\{' is not a number"):
+        load(file(text))
+
+
+@pytest.mark.parametrize("text", ["backend: &a {x: *a}", "a: " + "[" * 10_000])
+def test_a_file_without_end_is_refused(file: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml: a value contains itself, or is nested too deep"):
+        load(file(text))
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("backnd: {type: vllm}", "unknown key: backnd; did you mean backend"),

@@ -159,6 +159,12 @@ def test_a_lease_that_came_again_in_another_batch_stays_cancelled() -> None:
     assert leases.cancelled == {1}
 
 
+def test_engines_know_how_large_a_result_may_be() -> None:
+    settings = EngineSettings(device="cpu", slots=2, threads=1)
+    runtime = Runtime(Ends().shared.channel, SlotPage.create(2), settings, result_bytes_max=7)
+    assert runtime.settings.result_bytes_max == 7
+
+
 @pytest.mark.parametrize("thread", ["slot", "flusher"])
 def test_a_thread_of_the_engine_that_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
     """Memory ran out as a slot reported an error: its thread ended, and its tasks stayed in the engine for ever."""

@@ -42,14 +42,24 @@ class Loop:
         raise NotImplementedError
 
     def warm_up(self, examples: Any) -> None:
-        """Run until the speed is stable, and choose the batch size."""
-        seconds = {}
+        """Run until the speed is stable, and choose the batch size. MemoryError: the smallest size lacks memory."""
+        seconds: dict[int, float] = {}
+        too_large: set[int] = set()
         for size in (*self._sizes, *self._sizes):  # the second time counts
+            if size in too_large:
+                continue
             self.batch = size
             began = time.perf_counter()
-            self.run(examples)
-            seconds[size] = time.perf_counter() - began
-        self.batch = min(self._sizes, key=lambda size: seconds[size])
+            try:
+                self.run(examples)
+            except MemoryError:
+                if size == min(self._sizes):
+                    raise
+                too_large.add(size)
+                seconds.pop(size, None)
+            else:
+                seconds[size] = time.perf_counter() - began
+        self.batch = min(seconds, key=seconds.__getitem__)
 
 
 class TextLoop(Loop):

@@ -7,6 +7,7 @@ end while a driver call hangs.
 
 import asyncio
 import contextvars
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ log = structlog.get_logger()
 
 # While the device is released, the driver is opened for one sample at this interval.
 RELEASED_INTERVAL_S = 2.0
+# Until a reading of the device's energy succeeds, it is tried at this interval: the device may be gone at the start.
+METER_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class Sampler:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.latest: Sample | None = None
-        # None: the energy of tasks is not measured.
+        # None: the energy of tasks is not measured, or can't be read yet.
         self.meter: EnergyMeter | None = None
         # Concurrent batches; 0: the device has no work.
         self.running = 0
@@ -120,9 +123,13 @@ class Sampler:
 
     def _run(self) -> None:
         # No meter for a host, whose energy all its processes share, or for MIG: all instances share the GPU's energy.
-        if self.device.info.device_id != "cpu" and not self.device.info.mig_enabled:
-            self.meter = self._find_meter()
+        measures = self.device.info.device_id != "cpu" and not self.device.info.mig_enabled
+        looked_s = -math.inf
         while not self._stopped:
+            looks = measures and self.meter is None and not self.device_released
+            if looks and time.monotonic() - looked_s >= METER_INTERVAL_S:
+                self.meter = self._find_meter()
+                looked_s = time.monotonic()
             self._wake.wait(READING_INTERVAL_S if self.meter is not None and self.running else None)
             self._wake.clear()
             self._read_energy()

@@ -166,6 +166,13 @@ class BenchmarkConfig:
     output_dir: str = setting("./benchmark_output")
 
 
+# The keys whose values are text: an environment variable may look like something else.
+_TEXTS = {
+    key
+    for cls in (BenchmarkConfig, BackendConfig, ScenarioConfig, MetricsConfig, ReporterConfig, ReasoningParams)
+    for key, field in fields_of(cls).items()
+    if isinstance(field.default, str)
+}
 SECTIONS = {"backend": BackendConfig, "scenario": ScenarioConfig, "metrics": MetricsConfig, "reporter": ReporterConfig}
 
 
@@ -178,12 +185,15 @@ def load(path: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Ben
     try:
         table = _sections(yaml.safe_load(path.read_text("utf-8")))
         for key, value in overrides.items():
-            _put(table, key.split("."), _plain(yaml.safe_load(value)))
+            path_in_table = key.split(".")
+            _put(table, path_in_table, _plain_at(path_in_table, yaml.safe_load(value)))
         config = BenchmarkConfig(**read_table(BenchmarkConfig, table))
         _check_together(config)
     except (OSError, UnicodeError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"{path}: {reason}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: a value contains itself, or is nested too deep") from None
     return config
 
 
@@ -232,7 +242,7 @@ def _plain(value: Any, name: str = "") -> Any:
     if value is None:
         return _NULLS.get(name)
     if isinstance(value, str):
-        return _with_variables(value)
+        return _with_variables(value, name)
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):
@@ -241,14 +251,34 @@ def _plain(value: Any, name: str = "") -> Any:
     return {key: str(each) for key, each in plain.items()} if name == "max_memory" else plain
 
 
-def _with_variables(text: str) -> Any:
-    """The text with the values of environment variables; alone in the text, a variable may be a number or a bool."""
+def _plain_at(path: list[str], value: Any) -> Any:
+    """As _plain, of the value at the end of a path of keys: it depends on them."""
+    for name in reversed(path):
+        value = {name: value}
+    value = _plain(value)
+    for name in path:
+        value = value[name]
+    return value
+
+
+def _with_variables(text: str, name: str) -> Any:
+    """The text with the values of environment variables. For a key that is no text, a variable alone is as in YAML."""
 
     def put(match: re.Match[str]) -> str:
-        value = os.environ.get(match[1]) or match[2]
+        value = os.environ.get(match[1])
+        if not value and match[2] is not None:
+            value = match[2]
         if value is None:
             raise ValueError(f"{match[0]}: the environment variable {match[1]} is not set, and has no default")
         return value
 
     found = _VARIABLE.sub(put, text)
-    return yaml.safe_load(found) if _VARIABLE.fullmatch(text) else found
+    if not found:
+        return _NULLS.get(name, "")
+    if name in _TEXTS or not _VARIABLE.fullmatch(text):
+        return found
+    try:
+        value = yaml.safe_load(found)
+    except yaml.YAMLError:
+        return found
+    return found if value is None else value

@@ -46,7 +46,7 @@ class Runtime:
         self, channel: AgentChannel, page: SlotPage, settings: EngineSettings, *, result_bytes_max: int
     ) -> None:
         self.page = page
-        self.settings = settings
+        self.settings = dataclasses.replace(settings, result_bytes_max=result_bytes_max)
         self._channel = channel
         self._leases = Leases(channel)
         # The writers of large results, of durable and of other tasks; None: the master shares no directory.

@@ -107,6 +107,8 @@ class EngineSettings:
     train_dir: str = ""
     # The model repository, where fine-tuned models go. Empty: none.
     repository: str = ""
+    # Of one task's result. The reporter fails a task above it; an engine may stop before its result is whole.
+    result_bytes_max: int = 63 << 20
     allow_pickle: bool = False
     # By id. An engine process for a model has only that one.
     models: dict[str, ModelSpec] = field(default_factory=dict)

@@ -173,11 +173,11 @@ class EmbedEngine:
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
         """Embed a prepared batch and settle every item that is not cancelled."""
         assert isinstance(prepared, Prepared)
-        for index, failure in prepared.failures.items():
-            failure.report(batch.items[index], reporter)
-        prepared.token_level.run(batch, reporter)
         if prepared in self._waiting:  # the ValueError of `remove` would describe the whole model
             self._waiting.remove(prepared)
+        for index, failure in prepared.failures.items():
+            failure.report(batch.items[index], reporter)
+        prepared.token_level.run(batch, reporter, self._settings.result_bytes_max)
         _Run(batch, prepared, self._model, reporter, self._waiting).run()
 
 

@@ -4,8 +4,10 @@ They pass by the micro-batches and the cache. Tokens and texts are ready when a 
 computed text by text: they are large, and few callers ask for them.
 """
 
+import traceback
 from dataclasses import dataclass, field
 
+from multigpu._handling.attempts import message_of
 from multigpu.v1 import embed_pb2
 
 from multigpu_worker.engines.base import Batch, Item, Reporter
@@ -34,13 +36,19 @@ class TokenLevel:
         read = _tokens if asked.output == embed_pb2.EMBED_OUTPUT_TOKENS else _texts
         self.ready[index] = read(asked, backend.text).SerializeToString()
 
-    def run(self, batch: Batch, reporter: Reporter) -> None:
+    def run(self, batch: Batch, reporter: Reporter, result_bytes_max: int) -> None:
         """Settle every item that is not cancelled."""
         for index, result in self.ready.items():
             if not reporter.cancelled(batch.items[index]):
                 reporter.succeed(batch.items[index], result)
         for index, (backend, inputs) in self.to_compute.items():
-            _compute(batch.items[index], backend, inputs, reporter)
+            item = batch.items[index]
+            try:
+                _compute(item, backend, inputs, reporter, result_bytes_max)
+            except Exception as error:  # noqa: BLE001  the batch has tasks of other callers
+                error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
+                text = "".join(traceback.format_exception(error))
+                reporter.fail(item, error_type, message_of(error) or error_type, retryable=True, traceback=text)
 
 
 def _prepare(asked: EmbedInput, backend: EmbedBackend) -> tuple[TokenBackend, list[Inputs]]:
@@ -51,8 +59,11 @@ def _prepare(asked: EmbedInput, backend: EmbedBackend) -> tuple[TokenBackend, li
     return backend, [backend.text.pad(tokens, [row]) for row in range(len(asked.texts))]
 
 
-def _compute(item: Item, backend: TokenBackend, inputs: list[Inputs], reporter: Reporter) -> None:
-    result, values = embed_pb2.EmbedResult(), []
+def _compute(
+    item: Item, backend: TokenBackend, inputs: list[Inputs], reporter: Reporter, result_bytes_max: int
+) -> None:  # fmt: skip
+    result, size_bytes = embed_pb2.EmbedResult(), 0
+    values: list[bytes] = []
     for each in inputs:
         if reporter.cancelled(item):
             return
@@ -61,6 +72,12 @@ def _compute(item: Item, backend: TokenBackend, inputs: list[Inputs], reporter: 
         except MemoryError as error:
             message = f"out of memory on the vectors of {each['input_ids'].size} tokens: shorten the text ({error})"
             reporter.fail(item, "OutOfMemory", message, retryable=True)
+            return
+        size_bytes += 4 * vectors.size
+        if size_bytes > result_bytes_max:  # what follows needs that memory three times, and protobuf ends at 2 GiB
+            found = f"the vectors of the first {len(values) + 1} of {len(inputs)} texts have {size_bytes} bytes"
+            message = f"{found}, the worker's result_bytes_max is {result_bytes_max}: send fewer texts in one task"
+            reporter.fail(item, "ResultTooLarge", message, retryable=False)
             return
         result.lengths.append(len(vectors))
         result.dimension = vectors.shape[1]

@@ -27,13 +27,14 @@ from multigpu_worker.engines.finetune.settings import BAD_INPUT, OUT_OF_MEMORY
 from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.errors import ScriptError
 from multigpu_worker.engines.train.events import Events
+from multigpu_worker.engines.train.group import ScriptGroup
 from multigpu_worker.engines.train.hang import HangWatch, await_notice, have_places, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
 from multigpu_worker.engines.train.tuning import command_of
 
 # Each poll takes time on a core that the ranks may need.
 POLL_S = 0.25
-# How long a script may take to end after SIGTERM, before SIGKILL.
+# How long a script and what it has started may take to end after SIGTERM, before SIGKILL.
 END_S = 3
 TRACEBACK_LINES = 60
 # What a script writes that fails because another rank has ended.
@@ -172,8 +173,10 @@ class Rank:
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
         )
         self._stdout, self._stderr = (Tail(Path(files[0]), skips=True) for files in (context.stdouts, context.stderrs))
+        group = ScriptGroup(context.pids()[0])
         result = None
         try:
+            group.guard()
             while not self._reporter.cancelled(self._item):
                 result = context.wait(POLL_S, POLL_S)
                 if result is not None and (result.is_failed() or self._all_have_ended(store)):
@@ -185,7 +188,8 @@ class Rank:
                     self._forward(last=True)
                     self._hangs(store)
         finally:
-            context.close(signal.SIGTERM, END_S)
+            group.end(END_S)
+            context.close(signal.SIGKILL, END_S)  # which only takes its exit code
             self._forward(last=True)
         if result is not None and result.is_failed():
             self._failed(result.failures[0])

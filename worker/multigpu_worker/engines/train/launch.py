@@ -1,6 +1,7 @@
 """Becomes the process of a training script, which the kernel kills when its engine dies.
 
 torch.distributed.elastic puts it into a session of its own, so killing the engine's process group does not end it.
+What the script starts is ended by group.py.
 """
 
 import ctypes
