@@ -180,7 +180,7 @@ class Driver:
 
     def _arm_timer(self) -> None:
         due_s = self.core.next_timer_s()
-        if due_s is None:
+        if due_s is None or self.workers.stopping:  # workers that can't be heard any more would be taken for lost
             return
         if self._timer is not None:
             if self._timer_due_s <= due_s + 0.001:
@@ -188,6 +188,12 @@ class Driver:
             self._timer.cancel()
         self._timer_due_s = due_s
         self._timer = self._loop.call_later(max(0.0, due_s - self.now()), self._tick)
+
+    def stop(self) -> None:
+        """Call before the server ends the streams. The workers keep their leases, which the next master adopts."""
+        self.workers.stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _tick(self) -> None:
         self._timer = None

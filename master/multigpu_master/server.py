@@ -239,10 +239,9 @@ class Master:
         driver = self.driver
         if change.gone:
             self._worker_log.forget(worker)
-        elif not self._intake.stopping:
+        else:
             self._worker_log.changed(worker)
-        # While stopping, sessions are ended by the master: the next master has to expect these workers.
-        if change.save and not self._intake.stopping:
+        if change.save:
             setting = settings.worker_setting(worker)
             driver.write_buffer.remember(dict.fromkeys(setting) if change.gone else setting)
         state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
@@ -252,7 +251,9 @@ class Master:
         driver.changes.worker_changed()
 
     def _die(self, reason: str) -> None:
-        """Makes the master stop with an error: only a new process, which reads the journal, knows what was written."""
+        """Makes the master end with an error. After a failure of the journal, only a new process can tell what was
+        written.
+        """
         if self.fatal is None:
             self.fatal = reason
             log.critical("master ends", reason=reason)
@@ -280,11 +281,13 @@ class Master:
         self.driver.usage.stop()
         if self.fatal is None:
             await asyncio.wait([asyncio.ensure_future(self.driver.write_buffer.all_durable())], timeout=timeout_s / 4)
+        self.driver.stop()
         # Streams do not end by themselves: their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 4))
         await self._audit.finish(timeout_s / 4)
         await asyncio.sleep(0)  # lets scheduled callbacks append their entries
-        self.driver.write_buffer.flush()  # until the server stopped, streams delivered outcomes that are still there
+        # Until the server stopped, clients got outcomes whose entries are still in the write buffer.
+        self.driver.write_buffer.flush()
         try:
             await asyncio.to_thread(self.journal.close, timeout_s / 4)
         except JournalError as error:

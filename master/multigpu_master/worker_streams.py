@@ -39,6 +39,7 @@ class WorkerStreams:
         self._payloads = payloads
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[int, SessionOutbox] = {}
+        self.stopping = False  # the master ends all streams
         # Why the master ended sessions whose streams are not closed yet.
         self.end_reasons: dict[int, str] = {}
         # The last rejection of each worker_id's hello, the oldest first. WorkerService fills it.
@@ -61,9 +62,12 @@ class WorkerStreams:
         return outbox is not None and outbox.peer_name != process
 
     def close(self, session: int) -> None:
-        """Removes the outbox, and tells the core that the session is closed."""
+        """Removes the outbox, and tells the core that the session is closed, unless the master ends it: the core would
+        take the worker for lost, and charge the attempts that run there.
+        """
         self._outboxes.pop(session, None)
-        self._handle(ev.SessionClosed(session))
+        if not self.stopping:
+            self._handle(ev.SessionClosed(session))
         self.end_reasons.pop(session, None)
 
     def _frame(self, session: int, size: int) -> worker_service_pb2.SessionResponse:

@@ -4,6 +4,7 @@ that failed half way the master does nothing more but end.
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +28,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.outbox import FRAME_BYTES
 from multigpu_master.rpc import queries, worker_service
+from multigpu_master.rpc.admin import models
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
@@ -547,3 +549,20 @@ async def test_leases_whose_payloads_can_not_be_read_leave_no_bytes_to_send(stag
     frame = await outbox.next()
     assert frame is not None
     assert (frame.frame, outbox.bytes) == (1, 0)
+
+
+async def test_a_call_for_models_writes_no_older_settings_of_workers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept settings while other calls ran, and undid their cordons on the disk."""
+    driver = stage.driver
+    driver.on_worker_changed = lambda change: driver.write_buffer.remember(worker_setting(change.worker))
+
+    async def with_a_cordon(events: Sequence[ev.Event]) -> AsyncIterator[ev.Event]:
+        for event in events:
+            yield event
+            driver.handle(ev.Cordon("w", "its fan is broken"))
+
+    monkeypatch.setattr(models, "pausing", with_a_cordon)
+    await AdminService(driver, "", None)._handle([ev.UnloadModel("w", "m")])
+    assert json.loads(stage.journal.settings()["worker/w"])["cordoned"]

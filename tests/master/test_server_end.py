@@ -4,6 +4,7 @@ names that it uses.
 
 import asyncio
 import itertools
+import json
 import pkgutil
 import re
 import subprocess
@@ -20,7 +21,7 @@ from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.workers.info import Capability, WorkerInfo
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import Recovered
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -84,6 +85,34 @@ async def test_outcomes_that_are_delivered_during_a_stop_are_in_the_journal(
     stored = journal.find_requests(["late"])
     journal.close(10)
     assert (list(stored), again) == (["late"], [])
+
+
+async def test_a_stop_of_the_master_charges_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the sessions counted as a loss of their workers: a last attempt became a dead letter."""
+    config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path, session_timeout_s=1.0, heartbeat_interval_s=0.2)
+    master = Master(config, SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
+    await master.start()
+    driver, stop = master.driver, master._server.stop
+    driver.workers.open(1, "p")
+    driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),))))
+    task = Task(driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1)), "r", b"", submit_s=driver.now())
+    driver.submit(task.spec, [task], 0, lambda _error: None)
+    assert task.lease is not None
+    held = ev.HeldLease(task.lease.lease_id, task.task_id, 1, running=True)
+    driver.handle(ev.Heartbeat(1, [held], 1, Telemetry()))
+
+    async def end_sessions_and_wait(grace_s: float) -> None:
+        await stop(grace_s)
+        driver.workers.close(1)
+        await asyncio.sleep(1.5 * config.session_timeout_s)  # the stop may take as long, on a slow disk
+
+    monkeypatch.setattr(master._server, "stop", end_sessions_and_wait)
+    await master.stop()
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    recovered = journal.open(lambda *_: None)
+    assert [record.request_id for record in recovered.tasks] == ["r"]
+    assert json.loads(recovered.settings["worker/w"])["connected"], "the next master awaits it"
+    journal.close(10)
 
 
 async def test_the_journal_may_find_room_before_there_is_a_driver(

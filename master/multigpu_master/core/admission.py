@@ -76,7 +76,8 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     if spec.kind not in kinds:
         return f"no worker runs kind {spec.kind!r}{_near(spec.kind, kinds)} (the fleet runs {_listed(kinds)}); {wait}"
     models = sorted({m for c in capabilities for m in c.models})
-    if spec.model and models and spec.model not in models:
+    any_model = any(not c.models for c in capabilities)
+    if spec.model and models and not any_model and spec.model not in models:
         there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
     shape = shape_of(spec)

@@ -34,7 +34,9 @@ class FleetView(Protocol):
         """
 
     def resident_workers(self, shape: Shape) -> int:
-        """How many workers that accept work have the shape's model loaded, or are loading it."""
+        """The number of workers that accept work and need not load a model for the shape: all of them, if its tasks
+        need none.
+        """
 
 
 class Strategy(Protocol):

@@ -2,7 +2,7 @@
 
 Time during which no master ran does not count: it can't be distinguished from a change of the host's clock, which must
 not delete results. The journal saves the time at its start and then every SAVE_S. The time from the last save to the
-next master's start is added to the lifetime of all outcomes that were written before.
+next master's start is added to the lifetime of all outcomes that exist at that start.
 """
 
 import json

@@ -27,7 +27,7 @@ Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
-    """Submits batches of tasks. `stopping`: the master rejects new tasks."""
+    """Submits batches of tasks. `stopping`: the master rejects every submit, also of known tasks."""
 
     def __init__(self, driver: Driver, payload_bytes_max: int) -> None:
         self._driver = driver
@@ -41,8 +41,8 @@ class Intake:
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
-        is called once, later: when the accepted tasks are durable or, with an error, lost. `peer`: the sender, which
-        may refer to shared payloads. `deferred`: no task is acknowledged before it settles.
+        is called once, later: when the new tasks are durable or, with an error, lost; joined tasks go on. `peer`: the
+        sender, which may refer to shared payloads. `deferred`: no task is acknowledged before it settles.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)

@@ -35,7 +35,8 @@ CANCELLED_ELSEWHERE = ev.Rejection(
 )
 DETACHED = ev.Rejection(
     1,
-    "another client's task, or one from before the master started: it is not cancelled; this stream gets no outcome",
+    "not submitted by this client on a Run stream of this master: it is not cancelled (Cancel does that), and this "
+    "stream gets no outcome",
 )
 NOT_KNOWN = ev.Rejection(5, f"no task has this request_id: {queries.FORGOTTEN}")
 CLIENT_ID_BYTES_MAX = 64
@@ -140,7 +141,7 @@ class RunStream:
         self._to_accept.clear()
 
     def _send_partials(self, task: Task, received: int) -> None:
-        """Sends the partial outputs from before this stream joined the task, from number `received` on."""
+        """Sends the task's stored partial outputs from number `received` on, also those that the stream has had."""
         extra = task.extra
         assert extra is not None, "it has partial outputs"
         for index in range(received, len(extra.partials)):
@@ -172,8 +173,8 @@ class RunStream:
     # --- cancel ------------------------------------------------------------------------------------------------------
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
-        """Cancels tasks of this client, and detaches the stream from tasks of other clients. A request_id whose outcome
-        will not come on this stream is answered with a rejection.
+        """Cancels the tasks that this client submitted on a Run stream, and stops following others. A request_id whose
+        outcome will not come on this stream is answered with a rejection.
         """
         requests = self._driver.core.ledger.requests
         tasks: list[Task] = []

@@ -34,7 +34,7 @@ from multigpu_master.write_buffer import DURABLE_S, tell
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024
 WAIT_MAX_S = 3600.0
-COMMIT_S = 1.0  # Get waits this long for the write of an outcome
+COMMIT_S = 1.0  # Get waits at most this long, or `wait` if that is longer, until an outcome is written
 CURSOR_ELSEWHERE = (
     "the cursor is from another journal, or newer than the backup from which this journal was restored; "
     "begin with an empty cursor, which gives the oldest outcome that is there"
@@ -81,7 +81,7 @@ class TaskService:
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
                 if isinstance(answer, Task) and (error is not None or not answer.task_id):
-                    answer = DISK_FULL  # noqa: PLW2901  its write failed
+                    answer = DISK_FULL  # noqa: PLW2901  a write of its batch failed
                 if isinstance(answer, ev.Rejection):
                     fill_rejection(result.rejection, answer, request_id)
                 else:

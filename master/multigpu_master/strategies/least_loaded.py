@@ -9,7 +9,7 @@ from multigpu_master.strategies.base import Base
 
 class LeastLoaded(Base):
     name: ClassVar[str] = "least_loaded"
-    summary: ClassVar[str] = "The worker with the fewest unsettled leases for each of its slots."
+    summary: ClassVar[str] = "The worker with the fewest leases for each of its slots."
     score_meaning: ClassVar[str] = "leases for each slot"
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:

@@ -21,7 +21,7 @@ def load_strategies() -> dict[str, Strategy]:
             raise StrategyError(
                 f"strategy {point.name!r} ({point.value}) can't be loaded: {error!r}; fix or uninstall its package"
             ) from error
-        needed = ("name", "summary", "score_meaning", "score", "excludes", "min_backlog")
+        needed = ("name", "aliases", "summary", "score_meaning", "pinned", "score", "excludes", "min_backlog")
         missing = [a for a in needed if not hasattr(strategy, a)]
         if missing or strategy.name != point.name:
             raise StrategyError(

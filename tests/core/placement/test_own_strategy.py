@@ -53,7 +53,11 @@ def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
     ("source", "entry", "says"),
     [
         ("raise RuntimeError('oh')", "coolest = coolest:Coolest", "can't be loaded: RuntimeError('oh')"),
-        ("class Coolest: pass", "coolest = coolest:Coolest", "lacks ['name', 'summary'"),
+        (
+            "class Coolest: pass",
+            "coolest = coolest:Coolest",
+            "lacks ['name', 'aliases', 'summary'",
+        ),
         ("", "coolest = coolest:Coolest", "can't be loaded: AttributeError"),
     ],
 )

@@ -150,6 +150,15 @@ def test_a_model_that_fails_on_one_worker_is_no_reason_if_another_offers_it(stag
     assert "torn" not in answer.message
 
 
+def test_a_kind_whose_worker_takes_any_model_lacks_none(stage: Models) -> None:
+    stage.join(WorkerInfo(worker_id="any", capabilities=(Capability(kind="run"),)))
+    stage.offer()
+    elsewhere = replace(spec("x", labels=(("zone", "x"),)), wait_for_worker=False)
+    (answer,) = stage.submitted([Task(elsewhere, "", b"")]).results
+    assert isinstance(answer, ev.Rejection)
+    assert "any: needs the label zone=x" in answer.message
+
+
 def test_a_model_larger_than_all_room_is_the_workers_to_reject(stage: Models) -> None:
     stage.offer(models=(model("a"), model("huge", memory_bytes=5000)))
     assert stage.ask("huge").lease is not None
@@ -176,7 +185,7 @@ def test_a_busy_worker_rests_between_loadings_that_make_others_go(stage: Models)
     stage.report(lease_of(first), after_s=0.0)
     c = stage.ask("c")
     assert c.lease is None
-    assert stage.why(c) == "model c: another would have to be unloaded, and the worker has just loaded one"
+    assert stage.why(c) == "model c: another would have to be unloaded, and the worker loads one or has just loaded one"
     stage.handle(ev.Tick(), 2.9)
     assert c.lease is None
     stage.handle(ev.Tick(), 0.2)

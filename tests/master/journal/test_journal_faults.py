@@ -300,14 +300,24 @@ def test_a_start_on_a_full_disk_is_tried_again_without_a_leak(tmp_path: Path, mo
     assert (len(calls), counts[1]) == (2, counts[0])
 
 
-def test_a_row_that_cannot_be_read_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example because of a lack of memory."""
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EACCES])
+def test_a_row_that_cannot_be_read_now_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """For lack of memory, or because a restored file belongs to another user: salvage deleted the task."""
     with opened(tmp_path) as (journal, commits):
         commit(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))
 
-        def no_memory(*_: object) -> bytes:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        def fail(*_: object) -> bytes:
+            raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(journal_segments.LargeObjects, "read", no_memory)
-        with pytest.raises(JournalError, match="Cannot allocate memory"):
+        monkeypatch.setattr(journal_segments.LargeObjects, "read", fail)
+        with pytest.raises(JournalError, match=os.strerror(number)):
             list(journal.lost())
+
+
+def test_a_file_that_is_too_short_is_damage(tmp_path: Path) -> None:
+    """It was "can't be used: None", with advice on permissions."""
+    error = failures.explain(OSError("the segment ends before 5 + 3"), tmp_path)
+    assert isinstance(error, JournalDamagedError)
+    assert "the segment ends before 5 + 3" in str(error)

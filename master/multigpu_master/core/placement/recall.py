@@ -77,9 +77,9 @@ class Recalls:
             self._recall_for_urgent(over_slots, now)
 
     def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
-        """Recalls waiting leases for workers with free slots. For each such worker, recalls as many as fill its slots,
-        or an equal share of the leases that wait in another worker's window if that is more; a share only as far as the
-        free worker's own window has room. The workers with free slots and the other worker have equal shares.
+        """Recalls each waiting lease for which there is a worker with a free slot: one whose held and promised leases
+        are fewer than its slots, or than its held leases plus a share of this window, but not more than its own window
+        allows. With n waiting leases, a share is n / (workers with free slots + 1).
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get

@@ -5,9 +5,9 @@ first, until there is enough memory. So the master controls loading through the 
 *placed* where the last heartbeat lists it as loading or ready, and no lease granted since makes the worker unload it,
 or where a lease on it is live or not yet acknowledged. Models *in use* can't be unloaded: those with leases, pinned
 models, those being loaded, and the model with a load reservation (load_reservations.py). A lease on another model is
-granted only where that model fits beside those in use. If models must be unloaded for it, the worker must also have
-rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most half of its
-time on loading.
+granted only where that model fits beside those in use, or none is in use. If models must be unloaded for it, the worker
+must also have rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most
+half of its time on loading.
 
 The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
 """
@@ -37,7 +37,7 @@ class Block(Enum):
     RETIRING = "it makes room there for a model that has waited longer"
     RESERVED = "another model, which has waited longer, is to be loaded there first"
     NO_ROOM = "there is no room for it"
-    RESTING = "another would have to be unloaded, and the worker has just loaded one"
+    RESTING = "another would have to be unloaded, and the worker loads one or has just loaded one"
 
 
 class ModelSizes:

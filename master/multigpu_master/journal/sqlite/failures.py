@@ -26,6 +26,8 @@ def explain(error: Exception, path: Path) -> JournalError:
             f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
             "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
         )
+    if isinstance(error, OSError) and error.errno is None:  # of ours: a file is too short
+        return damaged_error(path, str(error))
     if isinstance(error, OSError) and error.errno != errno.EIO:
         file = Path(error.filename) if isinstance(error.filename, str) else path.parent
         return JournalError(

@@ -232,8 +232,8 @@ class JournalReads:
                             self._task(row, {})
                     except JournalError as error:
                         cause = error.__cause__
-                        if isinstance(error, JournalFullError) or (cause is not None and is_transient(cause)):
-                            raise  # the row isn't lost: it can't be read now
+                        if isinstance(error, JournalFullError) or (cause is not None and not _is_lost(cause)):
+                            raise  # the row isn't lost: it can't be read now, or not by this user
                         why = str(error).partition(". ")[0]
                         stays = stays and not isinstance(error, JournalDamagedError)
                     if why:
@@ -437,6 +437,11 @@ def _list(names: Collection[str] | None) -> str | None:
 def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
     """Whether a row's values are of these types."""
     return all(map(isinstance, row, types))
+
+
+def _is_lost(cause: BaseException) -> bool:
+    """Whether a row with this reason is lost. Else it can't be read now, or not by this user."""
+    return not (is_transient(cause) or isinstance(cause, PermissionError))
 
 
 def _is_time(value: object) -> bool:

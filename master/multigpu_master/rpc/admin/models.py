@@ -14,7 +14,6 @@ from multigpu_master.errors import ExhaustedError, NotFoundError
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.paging import check_count, page_of
 from multigpu_master.rpc.queries import pausing
-from multigpu_master.settings import worker_setting
 from multigpu_master.wire.models import resident_message
 
 WORKERS_MAX = 1000
@@ -73,13 +72,11 @@ class ModelCalls:
 
     async def _handle(self, events: Sequence[ev.LoadModel | ev.UnloadModel]) -> None:
         """Handles the events, and returns when the journal has written the pins to the disk."""
-        settings: dict[str, bytes | None] = {}
         workers = self._driver.core.fleet.workers
         async for event in pausing(events):
-            if (worker := workers.get(event.worker_id)) is not None:  # not forgotten meanwhile
+            if event.worker_id in workers:  # not forgotten meanwhile
                 self._driver.handle(event)
-                settings |= worker_setting(worker)
-        await save(self._driver, settings)
+        await save(self._driver, {})  # each event has appended its worker's setting to the journal's entries
 
 
 def _can_load(worker: Worker, name: str) -> bool:
