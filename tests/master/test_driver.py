@@ -566,3 +566,25 @@ async def test_a_call_for_models_writes_no_older_settings_of_workers(
     monkeypatch.setattr(models, "pausing", with_a_cordon)
     await AdminService(driver, "", None)._handle([ev.UnloadModel("w", "m")])
     assert json.loads(stage.journal.settings()["worker/w"])["cordoned"]
+
+
+async def test_following_tasks_waits_for_a_client_that_does_not_read(stage: Stage) -> None:
+    """All their partial outputs were copied into the stream at once, whatever its limit."""
+    driver, names = stage.driver, [f"r{n}" for n in range(6)]
+    tasks = [Task(stage.spec, name, b"payload", submit_s=driver.now()) for name in names]
+    driver.submit(stage.spec, tasks, 0, lambda _error: None)
+    for lease in leases_of(tasks):
+        driver.handle(ev.Partials(1, [ev.PartialOutput(lease.lease_id, 0, bytes(15 << 20))]))
+    stream, outbox = driver.open_stream()
+    run = RunStream(driver, Intake(driver, 1 << 20), stream, outbox, STREAM_BYTES_MAX)
+    following = asyncio.create_task(run._follow(names))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not following.done()
+    assert outbox.bytes <= STREAM_BYTES_MAX
+    received: set[str] = set()
+    while len(received) < len(names):
+        frame = await outbox.next()
+        assert frame is not None
+        received |= {partial.request_id for partial in frame.message.partials}
+    await following

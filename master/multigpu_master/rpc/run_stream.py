@@ -70,7 +70,7 @@ class RunStream:
                 raise InvalidArgumentError("a task on a Run stream needs a request_id: outcomes are matched by it")
             self._submit(batch, request_ids)
         if frame.follow_request_ids:
-            self._follow(frame.follow_request_ids)
+            await self._follow(frame.follow_request_ids)
         if frame.cancel_request_ids:
             await self._cancel(frame.cancel_request_ids)
         if self._ended:
@@ -152,11 +152,18 @@ class RunStream:
 
     # --- follow ------------------------------------------------------------------------------------------------------
 
-    def _follow(self, request_ids: Sequence[str]) -> None:
-        """Sends the outcomes of known tasks on this stream, now or when they end."""
-        core, known = self._driver.core, self._driver.find_settled(request_ids)
+    async def _follow(self, request_ids: Sequence[str]) -> None:
+        """Sends the outcomes of known tasks on this stream, now or when they end. Waits while the client does not read
+        the tasks' partial outputs.
+        """
+        core, known, waited = self._driver.core, self._driver.find_settled(request_ids), False
         for request_id in request_ids:
+            if self._outbox.bytes > self._half_full_bytes:
+                await self._outbox.wait_below(self._half_full_bytes)
+                waited = True
             task: Task | SettledTask | None = core.ledger.requests.get(request_id) or known.get(request_id)
+            if task is None and waited:  # it may have ended meanwhile
+                task = self._driver.find_settled([request_id]).get(request_id)
             if task is None or not queries.may_see(task):
                 self._reject(NOT_KNOWN, request_id)
             elif isinstance(task, Task) and task.outcome is None:

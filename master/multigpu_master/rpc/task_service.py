@@ -80,8 +80,10 @@ class TaskService:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
-                if isinstance(answer, Task) and (error is not None or not answer.task_id):
-                    answer = DISK_FULL  # noqa: PLW2901  a write of its batch failed
+                # A task that the batch joined goes on if the new tasks can't be written. One that ended is not durable.
+                lost = isinstance(answer, Task) and error is not None and answer.outcome is not None
+                if lost or (isinstance(answer, Task) and not answer.task_id):
+                    answer = DISK_FULL  # noqa: PLW2901  its write failed
                 if isinstance(answer, ev.Rejection):
                     fill_rejection(result.rejection, answer, request_id)
                 else:

@@ -321,3 +321,19 @@ def test_a_file_that_is_too_short_is_damage(tmp_path: Path) -> None:
     error = failures.explain(OSError("the segment ends before 5 + 3"), tmp_path)
     assert isinstance(error, JournalDamagedError)
     assert "the segment ends before 5 + 3" in str(error)
+
+
+@pytest.mark.parametrize("used_up", [True, False])
+def test_a_quota_that_is_used_up_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, used_up: bool
+) -> None:
+    """SQLite reports it as a failed write, which ended the master."""
+
+    def allocate(*_: object) -> None:
+        if used_up:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+    assert isinstance(failures.explain(error, tmp_path / "journal.sqlite3"), JournalFullError) is used_up

@@ -1,13 +1,16 @@
 """Converts errors of SQLite and of the file system to JournalErrors, whose messages give a remedy."""
 
 import errno
+import os
 import sqlite3
+import tempfile
 from pathlib import Path
 
 from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_DATABASE = "it is not an SQLite database"
 # SQLite returns SQLITE_IOERR_SHMSIZE if there is no room for the log's index.
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
@@ -19,7 +22,9 @@ def explain(error: Exception, path: Path) -> JournalError:
         return error
     code = getattr(error, "sqlite_errorcode", 0)
     primary = code & 0xFF  # https://sqlite.org/rescode.html#primary_result_codes_versus_extended_result_codes
-    if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    if code in _FULL_CODES or getattr(error, "errno", None) in NO_ROOM:
+        return full_error(path)
+    if code == sqlite3.SQLITE_IOERR_WRITE and _has_no_room(path.parent):
         return full_error(path)
     if getattr(error, "errno", None) in NO_DESCRIPTOR:
         return JournalFullError(
@@ -48,6 +53,16 @@ def explain(error: Exception, path: Path) -> JournalError:
         f"({getattr(error, 'sqlite_errorname', type(error).__name__)}). Look at the disk (dmesg, df); what was "
         "acknowledged is safe, and starting the master again recovers it."
     )
+
+
+def _has_no_room(folder: Path) -> bool:
+    """Whether a small file finds no room. SQLite reports a quota that is used up as a failed write."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 16)
+    except OSError as error:
+        return error.errno in NO_ROOM
+    return False
 
 
 def full_error(path: Path) -> JournalFullError:
