@@ -1,5 +1,6 @@
 """What ends by the clock: deadlines, timeouts, drains and silent sessions."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
+from multigpu_master.core.workers.sessions import MAKES_ROOM
 
 from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, leased, outcome_of, state_of
 
@@ -205,3 +207,16 @@ def test_a_master_that_is_away_between_two_looks_looks_again() -> None:
     stage.beat()
     stage.handle(ev.Tick(), 1.0)
     assert session in stage.core.fleet.sessions
+
+
+def test_a_run_timeout_after_a_suspension_is_not_later_than_that_of_the_last_lease() -> None:
+    """Seed 20186161: the expiry of an earlier lease was late, and set again to after the timeout."""
+    stage, task = leased(replace(SPEC, run_timeout_s=2.0))
+    begin_s = stage.now
+    stage.fail(lease_of(task), MAKES_ROOM, returned=True)
+    stage.handle(ev.Tick(), 2.0)
+    stage.beat(running=True)
+    run_s = lease_of(task).run_s
+    stage.handle(ev.Tick(), begin_s + 2.0 + RUN_GRACE_S + 1.5 - stage.now)  # SIGSTOP until then
+    assert task.lease is not None
+    assert stage.core.next_timer_s() == run_s + 2.0 + RUN_GRACE_S

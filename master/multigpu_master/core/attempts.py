@@ -197,14 +197,14 @@ class Attempts:
     def apply_limit(self, task: Task, limit: TimeLimit, when_s: float, now: float) -> None:
         """Applies a time limit that an unsettled task has passed. `when_s`: the time of the expiry."""
         late_s = self._ledger.limits.timer_late_s
-        if task.lease is not None and now > when_s + late_s:
+        if limit is TimeLimit.RUN_TIMEOUT:
+            self._run_timeout(task, when_s, now)
+        elif task.lease is not None and now > when_s + late_s:
             # The master was suspended, and may not have read yet that the attempt began or ended in time.
             self._ledger.expiries.at(now + late_s, task, limit)
         elif limit is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
             self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
-        elif limit is TimeLimit.RUN_TIMEOUT:
-            self._run_timeout(task, now)
         elif self._hold.active(now):
             # A worker that has not reconnected yet may have begun the task in time.
             self._ledger.expiries.at(self._hold.until_s, task, limit)
@@ -240,9 +240,10 @@ class Attempts:
         error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
         self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
 
-    def _run_timeout(self, task: Task, now: float) -> None:
+    def _run_timeout(self, task: Task, when_s: float, now: float) -> None:
         """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. Charges the
         task only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
+        `when_s`: the time of the expiry, which may be that of an earlier lease.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
         task.run_timeout_armed = False
@@ -252,10 +253,10 @@ class Attempts:
         since_s = lease.run_s if lease.running else lease.dispatch_s
         if not lease.running and worker.residency.loading(lease.model):
             since_s = now
-        due_s = since_s + timeout_s + RUN_GRACE_S
-        if now < due_s:
+        due_s, late_s = since_s + timeout_s + RUN_GRACE_S, self._ledger.limits.timer_late_s
+        if now < due_s or now > max(due_s, when_s) + late_s:  # or the master was suspended: see apply_limit
             task.run_timeout_armed = True
-            self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)
+            self._ledger.expiries.at(due_s if now < due_s else now + late_s, task, TimeLimit.RUN_TIMEOUT)
         elif lease.running:
             error = TaskError("RunTimeout", "the attempt ran too long and its worker did not end it")
             self.revoke_charged(lease, error, now)

@@ -87,7 +87,10 @@ ATTEMPTS = (
         "False",
     ),
     attempts("run timeout counts from the grant", "since_s = lease.run_s if lease.running else", "since_s ="),
-    attempts("P7: run timeout looks once", "self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)"),
+    attempts(
+        "P7: run timeout looks once",
+        "self._ledger.expiries.at(due_s if now < due_s else now + late_s, task, TimeLimit.RUN_TIMEOUT)",
+    ),
     attempts("pauses don't grow", "spec.backoff_initial_s * 2.0 ** max(0, tries - 1)", "spec.backoff_initial_s"),
     attempts(
         "pauses have no limit",
