@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.chaos.failpoints import FAILPOINTS
+from tests.chaos.failpoints import usable
 from tests.chaos.records.checker import check
 from tests.chaos.records.report import report
 from tests.chaos.rounds import Chaos
@@ -34,7 +34,7 @@ def main() -> int:
     try:
         with chaos:
             if arguments.sweep:
-                chaos.sweep(FAILPOINTS, tell)
+                chaos.sweep(usable(), tell)
             chaos.random_rounds(arguments.rounds, tell)
     except KeyboardInterrupt:
         tell("interrupted")

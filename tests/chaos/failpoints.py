@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multigpu._build import build_of
+
 from tests.chaos.records.history import History
 
 MASTER, AGENT, ENGINE = "master", "agent", "engine"
@@ -93,6 +95,11 @@ FAILPOINTS = [
     *_around(ENGINE, "the engine writes to the agent", f"{_W}.engine.channel", "AgentChannel.send"),
 ]
 BY_NAME = {point.name: point for point in FAILPOINTS}
+
+
+def usable() -> list[Failpoint]:
+    """The failpoints of this installation: calls within compiled modules do not reach a function that wraps another."""
+    return [point for point in FAILPOINTS if build_of(point.module) != "compiled"]
 
 
 def variable(point: Failpoint, call: int, record: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos import failpoints
-from tests.chaos.failpoints import FAILPOINTS, Failpoint
+from tests.chaos.failpoints import Failpoint, usable
 from tests.chaos.network import Way
 from tests.chaos.processes import ChaosFleet, ClientProcess
 from tests.chaos.records.history import CLIENTS, History
@@ -132,7 +132,7 @@ class Faults:
         return 1
 
     def _arm(self, worker: str) -> int:
-        point = self._random.choice(FAILPOINTS)
+        point = self._random.choice(usable())
         name = "master" if point.process == failpoints.MASTER else worker
         if name in self._broken:
             return 0
