@@ -107,6 +107,26 @@ def test_a_batch_result_that_is_no_iterable_is_a_wrong_result() -> None:
     assert reporter.ends == {1: "WrongResultType", 2: "WrongResultType"}
 
 
+def test_the_context_of_a_task_ends_with_it() -> None:
+    """The thread that had run it kept it: what ran there next reported to a task that had ended."""
+
+    @multigpu.handler("engines.context")
+    def context(value: int) -> int:
+        return multigpu.context().attempt
+
+    @multigpu.handler("engines.batch_context")
+    @multigpu.batch
+    def batch_context(values: list[int]) -> list[str]:
+        return [multigpu.context().device for _ in values]
+
+    before = multigpu.context()
+    for kind, result in (("engines.context", b"1"), ("engines.batch_context", b'"cpu"')):
+        reporter = ScriptedReporter()
+        run(kind, reporter, {1: b"1"})
+        assert reporter.ends == {1: result}
+        assert multigpu.context() is before
+
+
 @pytest.mark.parametrize("kind", ["engines.rank", "engines.async_rank"])
 def test_the_process_group_of_a_rank_ends_before_the_attempt(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """That of an asynchronous handler stayed, and its error did not wait for that of the rank which was the cause."""

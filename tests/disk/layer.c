@@ -158,7 +158,11 @@ static void track(int fd, char *path) {
 /* --- names ------------------------------------------------------------------------------------------------------- */
 
 static int open_ours(int directory, char *path, int flags, mode_t mode) {
-    if ((flags & O_TMPFILE) == O_TMPFILE) give_up("O_TMPFILE", path);
+    if ((flags & O_TMPFILE) == O_TMPFILE) { /* a file system that has no unnamed files */
+        free(path);
+        errno = EOPNOTSUPP;
+        return -1;
+    }
     enter(path);
     int existed = inode_of(path) != 0;
     if (!witness && !existed && (flags & O_CREAT) && control->room_bytes == 0 && strstr(path, control->match)) {

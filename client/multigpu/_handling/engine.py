@@ -171,7 +171,7 @@ class HandlerEngine:
     def _call(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
         args, kwargs = self._parameters.of(item.payload, batch.content_type)
         context = HandlerContext(self._context.device, item, batch.parameters, reporter)
-        current_context.set(context)
+        before = current_context.set(context)
         try:
             return self._result_of(self._function(*args, **kwargs), item, reporter)
         except BaseException as error:
@@ -179,6 +179,7 @@ class HandlerEngine:
                 _ranks.hold_back(error, lambda: context.cancelled)
             raise
         finally:
+            current_context.reset(before)
             if context.grouped:
                 _ranks.destroy_process_group()
 
@@ -301,9 +302,14 @@ class BatchHandlerEngine(HandlerEngine):
             reporter.succeed(item, *encoded)
 
     def _call_together(self, values: list[Any]) -> list[Any]:
-        current_context.set(self._context)
-        count = len(values)
-        returned = self._function(values)
+        before = current_context.set(self._context)
+        try:
+            return self._results_of(self._function(values), len(values))
+        finally:
+            current_context.reset(before)
+
+    @staticmethod
+    def _results_of(returned: Any, count: int) -> list[Any]:
         if inspect.iscoroutine(returned):
             returned = asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
         try:
