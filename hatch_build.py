@@ -1,6 +1,10 @@
 """The optional build of the wheel with modules that mypyc compiles: HATCH_BUILD_HOOK_ENABLE_CUSTOM=1 pip install .
 
 pyproject.toml has the list of these modules. The wheel has their sources as well, which Python uses for tracebacks.
+
+A coroutine of a compiled module must not await in an `except` or a `finally` clause, nor use `async with`. When mypyc's
+coroutines are suspended there, the exception stays the one that the thread handles: other tasks take it for theirs, and
+two such coroutines can leave it there for ever. grpc.aio then ends no call any more.
 """
 
 import os

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -199,6 +199,57 @@ def test_no_simple_queue_is_read_with_a_timeout() -> None:
         if any(isinstance(node, ast.Attribute) and node.attr == "SimpleQueue" for node in nodes):
             calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
             assert not [call for call in calls if re.search(r"\.get\((True,|.*timeout)", call)], relative(path)
+
+
+class Suspensions(ast.NodeVisitor):
+    """Lines at which a coroutine or a generator can be suspended while it handles an exception."""
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+        self._handles = False
+
+    def visit_Try(self, node: ast.Try) -> None:
+        self._visit([*node.body, *node.orelse], handles=self._handles)
+        self._visit([*node.handlers, *node.finalbody], handles=True)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._visit(node.body, handles=False)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._visit(node.body, handles=False)
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
+        self.lines.append(node.lineno)  # its __aexit__ is awaited with the exception
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if self._handles and isinstance(node, ast.Await | ast.AsyncFor | ast.Yield | ast.YieldFrom):
+            self.lines.append(node.lineno)
+        super().generic_visit(node)
+
+    def _visit(self, nodes: Sequence[ast.AST], *, handles: bool) -> None:
+        before, self._handles = self._handles, handles
+        for node in nodes:
+            self.visit(node)
+        self._handles = before
+
+
+def compiled_sources() -> list[Path]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
+    found = {path for glob in hook["modules"] for path in ROOT.glob(glob)}
+    return sorted(found - {ROOT / name for name in hook["except"]})
+
+
+def test_no_compiled_coroutine_is_suspended_while_it_handles_an_exception() -> None:
+    """After two calls had been cancelled together, a compiled master ended no call any more: see hatch_build.py."""
+    paths = compiled_sources()
+    assert PACKAGES["multigpu_master"] / "driver.py" in paths
+    found = []
+    for path in paths:
+        suspensions = Suspensions()
+        suspensions.visit(ast.parse(path.read_text()))
+        found += [f"{relative(path)}:{line}" for line in suspensions.lines]
+    assert not found
 
 
 def test_only_engines_import_torch() -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel with compiled modules, runs tests of these and the simulator against them, and checks that seeds of
-# the simulator take the same course as with the sources. Needs a C compiler; takes some five minutes.
+# Builds the wheel with compiled modules, runs tests of these, the simulator and chaos against them, and checks that
+# seeds of the simulator take the same course as with the sources. Needs a C compiler; takes some six minutes.
 # PYTHON names the Python of an environment with what the tests need: default .venv-ci, which tools/test.sh makes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -29,6 +29,9 @@ version="$("${compiled[@]}" -m multigpu_master.main --version)"
 echo "==> pytest"
 "${compiled[@]}" -m pytest -p no:cacheprovider -n "$(nproc)" \
   tests/client/transport tests/core tests/master tests/sim tests/worker/session
+
+echo "==> chaos"
+"${compiled[@]}" -m tests.chaos --rounds 2
 
 echo "==> $seeds seeds, compiled and interpreted"
 course() { "$@" -m tests.sim --seeds "$seeds" --coverage | sed 's/, in .* of CPU//'; }

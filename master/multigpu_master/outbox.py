@@ -1,4 +1,4 @@
-"""A bidirectional stream: the messages that wait to be sent, and the loop that reads and writes.
+"""The messages that wait to be sent on a bidirectional stream.
 
 Callers add items to the open frame. While the writer writes a frame, items gather in the open frame, and the next write
 sends them together. There is no timer, and on an idle stream no added latency.
@@ -6,12 +6,10 @@ sends them together. There is no timer, and on an idle stream no added latency.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-import grpc
-
-from multigpu_master.errors import CallError, call_error
+from multigpu_master.errors import CallError
 from multigpu_master.wire.payloads import Peer
 
 # Limits of a frame. The items of one call of `frame_for` stay in one frame, even if they pass these limits.
@@ -111,42 +109,3 @@ class Outbox(Generic[F]):
         while self.bytes > limit_bytes:
             self._frame_taken.clear()
             await self._frame_taken.wait()
-
-
-async def serve_stream(
-    context: Any,
-    outbox: Outbox[F],
-    on_message: Callable[[bytes], Awaitable[None]],
-    serialize: Callable[[F], bytes],
-) -> None:
-    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises CallError after `abort`."""
-
-    async def write_frames() -> None:
-        while (frame := await outbox.next()) is not None:
-            try:
-                data = serialize(frame)
-            except Exception as error:  # noqa: BLE001  without its frame the peer would wait for ever
-                outbox.abort(call_error(error, "a stream"))
-                return
-            await context.write(data)
-
-    writer = asyncio.create_task(write_frames())
-
-    async def read_messages() -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            await on_message(message)
-        await outbox.wait_none_pending()
-        outbox.finish()
-        await writer
-
-    reader = asyncio.create_task(read_messages())
-    try:
-        ends: list[asyncio.Future[Any]] = [reader, outbox.aborted]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if outbox.aborted.done():
-            raise outbox.aborted.result()
-        await reader
-    finally:
-        reader.cancel()
-        writer.cancel()
-        await asyncio.gather(reader, writer, return_exceptions=True)

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from multigpu_master.errors import CallError, InvalidArgumentError
 from multigpu_master.journal.payload_files import Payloads
-from multigpu_master.outbox import Outbox, serve_stream
+from multigpu_master.outbox import Outbox
+from multigpu_master.rpc.serve_stream import serve_stream
 from multigpu_master.wire.payloads import Peer
 
 

@@ -81,22 +81,20 @@ class RequestFilter:
         return self._load(journal, len(self._filters) - 1)
 
     async def _load(self, journal: SqliteJournal, since: int) -> None:
-        while True:
-            try:
-                loaded = await asyncio.to_thread(_read, journal)
-                break
-            except Exception as error:  # noqa: BLE001  such as MemoryError: if the task ended here, every settle would begin a load
-                log.warning(
-                    "the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S
-                )
-                await asyncio.sleep(RETRY_S)
+        while (loaded := await asyncio.to_thread(_read, journal)) is None:  # noqa: ASYNC110  no event says when it can be read
+            await asyncio.sleep(RETRY_S)
         self._filters = [loaded, *self._filters[since:]]
         self._loaded_capacity = loaded.capacity
         self._added = sum(f.capacity - f.room for f in self._filters[1:])
 
 
-def _read(journal: SqliteJournal) -> _Filter:
-    loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
-    for page in journal.request_ids():
-        loaded.add(page)
+def _read(journal: SqliteJournal) -> _Filter | None:
+    """Returns None, and logs why, if the journal could not be read."""
+    try:
+        loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
+        for page in journal.request_ids():
+            loaded.add(page)
+    except Exception as error:  # noqa: BLE001  such as MemoryError: if the task ended here, every settle would begin a load
+        log.warning("the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S)
+        return None
     return loaded

@@ -2,8 +2,8 @@
 
 import asyncio
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import pytest
 from multigpu_master.errors import JournalError
@@ -13,11 +13,11 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 
 class Pages:
-    """A journal that knows these pages. The first `failures` attempts to read it fail."""
+    """A journal that knows these pages. The first attempts to read it raise `failures`."""
 
-    def __init__(self, pages: Sequence[list[str]], failures: int = 0) -> None:
+    def __init__(self, pages: Sequence[list[str]], failures: Sequence[Exception]) -> None:
         self.pages = pages
-        self.failures = failures
+        self.failures = list(failures)
 
     def oldest_cursor(self) -> int:
         return 1
@@ -26,13 +26,12 @@ class Pages:
         return sum(map(len, self.pages))
 
     def request_ids(self) -> Iterator[list[str]]:
-        self.failures -= 1
-        if self.failures >= 0:
-            raise JournalError("the disk does not answer")
+        if self.failures:
+            raise self.failures.pop()
         yield from self.pages
 
 
-def journal(*pages: list[str], failures: int = 0) -> SqliteJournal:
+def journal(*pages: list[str], failures: Sequence[Exception] = ()) -> SqliteJournal:
     return cast("SqliteJournal", Pages(pages, failures))
 
 
@@ -52,21 +51,9 @@ async def test_added_request_ids_are_found_and_few_others() -> None:
 
 async def test_a_load_that_fails_for_lack_of_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_requests, "RETRY_S", 0.01)
-    monkeypatch.setattr(known_requests, "_read", read_on_second_attempt(known_requests._read))
     known = RequestFilter()
-    await known.load(journal(["stored"]), [])
+    await known.load(journal(["stored"], failures=[MemoryError()]), [])
     assert known.sift(["stored", "new"]) == ["stored"]
-
-
-def read_on_second_attempt(real: Callable[[SqliteJournal], Any]) -> Callable[[SqliteJournal], Any]:
-    failures = [MemoryError()]
-
-    def read(journal: SqliteJournal) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(journal)
-
-    return read
 
 
 async def test_it_is_made_anew_once_more_is_new_than_was_loaded() -> None:
@@ -100,7 +87,9 @@ async def test_two_bytes_a_request_id() -> None:
 async def test_a_load_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_requests, "RETRY_S", 0.01)
     known = RequestFilter()
-    loading = asyncio.ensure_future(known.load(journal(names("stored", 5), failures=1), []))
+    loading = asyncio.ensure_future(
+        known.load(journal(names("stored", 5), failures=[JournalError("the disk does not answer")] * 1), [])
+    )
     known.add(["meanwhile"])
     await loading
     assert known.sift(["meanwhile", "stored-4", "new"]) == ["meanwhile", "stored-4"]

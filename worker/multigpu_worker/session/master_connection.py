@@ -2,6 +2,8 @@
 
 master_stream.py makes and handles the frames. The writer asks for the next frame whenever the last one is written, so
 reports that piled up meanwhile share one frame, and nothing waits when the stream is idle.
+
+mypyc does not compile this module, which awaits while it handles an exception: see hatch_build.py.
 """
 
 import asyncio
