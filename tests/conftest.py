@@ -1,12 +1,16 @@
 """Makes `tests` importable however pytest was started, and resets the log configuration after each test."""
 
+import faulthandler
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import structlog
@@ -25,6 +29,7 @@ settings.load_profile("tests")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 _BEGIN_S = time.monotonic()
+_CRASH = pytest.StashKey[IO[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +37,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-minutes", type=float, default=math.inf, help="skip what is slow and has not begun after so many minutes"
     )
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own plugin, which writes to stderr, where many processes write
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run in several processes, keeps the stacks of one that crashes for the summary."""
+    worker: dict[str, str] | None = getattr(config, "workerinput", None)
+    if worker is not None:
+        config.stash[_CRASH] = (Path(os.environ["TESTS_CRASHES"]) / worker["workerid"]).open("w")
+        faulthandler.enable(config.stash[_CRASH])
+    elif config.getoption("numprocesses", None):
+        os.environ["TESTS_CRASHES"] = tempfile.mkdtemp(prefix="tests-crashes-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CRASH in config.stash:
+        faulthandler.enable()
+        config.stash[_CRASH].close()
+    elif folder := os.environ.pop("TESTS_CRASHES", ""):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if folder := os.environ.get("TESTS_CRASHES"):
+        for path in sorted(Path(folder).iterdir()):
+            if stacks := path.read_text():
+                terminalreporter.section(f"{path.name} crashed")
+                terminalreporter.write(stacks)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -28,11 +28,12 @@ def export(model: Path, path: Path) -> None:
             weights = mask.unsqueeze(-1).to(tokens.dtype)
             return torch.nn.functional.normalize((tokens * weights).sum(1) / weights.sum(1))
 
-    example = torch.ones(2, 9, dtype=torch.long)
+    # Two tensors: the graph would take one for both inputs.
+    ids, mask = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
     axes = {0: torch.export.Dim("batch", min=1, max=512), 1: torch.export.Dim("tokens", min=2, max=512)}
     torch.onnx.export(
         MeanPooled().eval(),
-        (example, example),
+        (ids, mask),
         str(path),
         dynamo=True,
         input_names=["ids", "mask"],
