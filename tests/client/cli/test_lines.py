@@ -1,4 +1,4 @@
-"""`mgpuctl submit --lines` that ends early, and the command that continues it, with a real fleet and real handlers."""
+"""`mgpuctl submit` that ends early, and the command that continues it, with a real fleet and real handlers."""
 
 import json
 import os
@@ -119,6 +119,18 @@ def test_lines_continue_on_a_fleet_that_was_stopped_and_started_again(tmp_path: 
     with running(tmp_path, *flags) as up:
         assert ok(up.address, *continuing(stderr)) == TEXT
     assert runs(tmp_path) == Counter(TEXT.split())
+
+
+def test_a_single_task_that_is_interrupted_is_said_to_be_cancelled(address: str, tmp_path: Path) -> None:
+    argv = ["submit", "--kind", "lines.count", "--payload", "21", "--wait", "--parameter", f"folder={tmp_path}"]
+    env = {**os.environ, "MGPU_MASTER": address}
+    with subprocess.Popen([*MGPUCTL, *argv], env=env, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: runs(tmp_path, "begun").total() == 1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=400)
+    assert process.returncode == 130
+    assert "ended early: the task is cancelled if the master answers" in stderr
+    until(lambda: runs(tmp_path, "stopped") == Counter(["21"]))
 
 
 def test_lines_on_standard_input_continue_without_wait(address: str) -> None:

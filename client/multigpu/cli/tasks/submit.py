@@ -116,6 +116,8 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     except (KeyboardInterrupt, Failure) as error:
         if lines and (lines.read if wait else progress.done):
             lines.report(error, progress.done, wait=wait)
+        elif wait and not lines and isinstance(error, KeyboardInterrupt):
+            show.note("mgpuctl: ended early: the task is cancelled if the master answers")
         raise
 
 

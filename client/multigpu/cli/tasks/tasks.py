@@ -212,7 +212,13 @@ def _energy_text(energy: task_pb2.Energy) -> str:
     examples=(
         ("mgpuctl tasks cancel 17 18 19", "A running one is told to stop."),
         ("mgpuctl tasks cancel --request-id order-4711 --reason 'paid twice'", "By the client's own id."),
-        ("mgpuctl tasks list --queue night --json | jq '.[].task_id' | xargs mgpuctl tasks cancel", "All of a queue."),
+        (
+            (
+                "mgpuctl tasks list --queue night --state queued --limit 9999 --json | "
+                "jq '.[].task_id' | xargs mgpuctl tasks cancel"
+            ),
+            "Those that wait in a queue, up to the limit.",
+        ),
     ),
     exits=(("0", "Each is cancelled, or had ended before."), ("4", "The master doesn't know some of them.")),
 )
