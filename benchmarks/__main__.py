@@ -2,7 +2,7 @@
 
 bulk      20,000 no-op tasks of 100 bytes, durable, two workers        against the framed relay with a log
 window    the same, one task a call, 64 in flight                      against a relay with one message a task
-latency   2,000 tasks, one at a time                                   against the bare four-hop relay
+latency   2,000 tasks, one at a time                                   against the bare relay, also with engines
 large     200 tasks of 1 MiB in and out: bytes in messages, as across  against the bare relay
           hosts; files that processes of one host share; ephemeral
 embed     2,000 real sentences on the CPU                              against the best baseline
@@ -206,20 +206,21 @@ def bench_latency(rounds: int) -> list[Row]:
 
     for _ in range(rounds):
         on_fleet(run_ours)
-        for loop in ("uvloop", "asyncio"):
+        for mode, loop in (("message", "uvloop"), ("message", "asyncio"), ("engine", "uvloop")):
+            subject = f"bare relay, {mode}, {loop}"
 
-            async def run_relay(limit: relay.Relay, loop: str = loop) -> None:
+            async def run_relay(limit: relay.Relay, subject: str = subject) -> None:
                 await relay.latencies(limit.port, payloads(1)[0], N_LATENCY // 4)
                 before = limit.cpu()
-                found.setdefault(loop, []).extend(await relay.latencies(limit.port, payloads(1)[0], N_LATENCY))
-                cpu[loop] = rooms(before, limit.cpu(), N_LATENCY)
+                found.setdefault(subject, []).extend(await relay.latencies(limit.port, payloads(1)[0], N_LATENCY))
+                cpu[subject] = rooms(before, limit.cpu(), N_LATENCY)
 
-            on_relay("message", loop, run_relay)
+            on_relay(mode, loop, run_relay)
     p50 = {k: percentile(v, 0.5) * 1e3 for k, v in found.items()}
     return [
         {
             "benchmark": "latency",
-            "subject": k if k == "multigpu" else f"bare relay, message, {k}",
+            "subject": k,
             "p50 ms": f"{p50[k]:.3f}",
             "p99 ms": f"{percentile(v, 0.99) * 1e3:.3f}",
             "ours/this, p50": f"{p50['multigpu'] / p50[k]:.2f}",

@@ -3,9 +3,11 @@ without queue, leases, windows or engine processes.
 
     python -m benchmarks.relay relay|worker|... is run by the other modules; `Relay` starts it.
 
-Modes: "message": the relay forwards messages unread. "frames": it parses each frame of tasks, keeps a record for each
-task, and builds the frame for the worker, and the same on the way back. "log": as "frames", and each frame is appended
-to a file and synced (fdatasync), in a thread, before it is forwarded.
+Modes: "message": the relay forwards messages unread. "engine": as "message", and each worker passes every message
+through a process of its own and back, over a socket pair: the six hops of a task of multigpu, one at a time. "frames":
+the relay parses each frame of tasks, keeps a record for each task, and builds the frame for the worker, and the same on
+the way back. "log": as "frames", and each frame is appended to a file and synced (fdatasync), in a thread, before it is
+forwarded.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ from benchmarks.measure import cpu_seconds
 
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 FRAME = 256
+UNREAD = ("message", "engine")
 SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
 
 
@@ -47,7 +51,7 @@ class Forward:
     """The relay's own work on a frame."""
 
     def __init__(self, mode: str) -> None:
-        self.parse = mode != "message"
+        self.parse = mode not in UNREAD
         self.file = tempfile.TemporaryFile(dir=".") if mode == "log" else None  # noqa: SIM115  it lives as long as we
         self.records: dict[int, tuple[str, bytes, float]] = {}
         self.ids = itertools.count(1)
@@ -127,11 +131,25 @@ async def relay(mode: str) -> None:
     await server.wait_for_termination()
 
 
+def start_engine() -> socket.socket:
+    """Starts a process that sends back what it receives, until its socket is closed."""
+    ours, theirs = socket.socketpair()
+    code = f"import socket; s = socket.socket(fileno={theirs.fileno()})\nwhile data := s.recv(65536): s.sendall(data)"
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
+    theirs.close()
+    ours.setblocking(False)
+    return ours
+
+
 async def worker(mode: str, port: str) -> None:
+    engine, loop = start_engine() if mode == "engine" else None, asyncio.get_running_loop()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
         call = channel.stream_stream("/bench/Worker")()
         while (data := await call.read()) is not grpc.aio.EOF:
-            if mode != "message":
+            if engine is not None:
+                await loop.sock_sendall(engine, data)
+                data = await loop.sock_recv(engine, 65536)
+            elif mode != "message":
                 out = task_service_pb2.RunResponse()
                 add = out.outcomes.add
                 for given in task_service_pb2.RunResponse.FromString(data).outcomes:
@@ -177,7 +195,7 @@ class Relay:
 
 def pack(mode: str, payloads: list[bytes], frame: int = FRAME) -> list[bytes]:
     """What the client sends."""
-    if mode == "message":
+    if mode in UNREAD:
         return payloads
     ids = itertools.count()
     out = []
@@ -193,7 +211,7 @@ def pack(mode: str, payloads: list[bytes], frame: int = FRAME) -> list[bytes]:
 
 def results(mode: str, messages: list[bytes]) -> int:
     """How many results came back."""
-    if mode == "message":
+    if mode in UNREAD:
         return len(messages)
     return sum(len(task_service_pb2.RunResponse.FromString(m).outcomes) for m in messages)
 
