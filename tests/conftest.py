@@ -43,11 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run in several processes, keeps the stacks of one that crashes for the summary."""
     worker: dict[str, str] | None = getattr(config, "workerinput", None)
-    if worker is not None:
-        config.stash[_CRASH] = (Path(os.environ["TESTS_CRASHES"]) / worker["workerid"]).open("w")
+    if worker is None:
+        if config.getoption("numprocesses", None):
+            os.environ["TESTS_CRASHES"] = tempfile.mkdtemp(prefix="tests-crashes-")
+    elif folder := os.environ.get("TESTS_CRASHES"):
+        config.stash[_CRASH] = (Path(folder) / worker["workerid"]).open("w")
         faulthandler.enable(config.stash[_CRASH])
-    elif config.getoption("numprocesses", None):
-        os.environ["TESTS_CRASHES"] = tempfile.mkdtemp(prefix="tests-crashes-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
