@@ -50,7 +50,8 @@ class CompileHook(BuildHookInterface[Any]):
         if version != "editable":
             self._folder.cleanup()
 
-    def _sources(self) -> list[str]:
+    def sources(self) -> list[str]:
+        """The paths of the modules to compile."""
         root = Path(self.root)
         excluded = {path for pattern in self.config["except"] for path in root.glob(pattern)}
         found = {path for pattern in self.config["modules"] for path in root.glob(pattern)} - excluded
@@ -65,7 +66,7 @@ class CompileHook(BuildHookInterface[Any]):
         os.environ["MYPYPATH"] = os.pathsep.join(packages)
         options = [*MYPY_OPTIONS, f"--cache-dir={self._folder.name}/cache"]
         modules = mypycify(
-            [*options, *self._sources()], debug_level="0", group_name="multigpu", target_dir=f"{self._folder.name}/c"
+            [*options, *self.sources()], debug_level="0", group_name="multigpu", target_dir=f"{self._folder.name}/c"
         )
         command = Distribution({"ext_modules": modules}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(built), f"{self._folder.name}/o"

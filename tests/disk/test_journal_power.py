@@ -76,6 +76,16 @@ def test_replaying_the_log_reproduces_the_directory(root: Path, folder: Path) ->
     assert disk.cached_view().files == {name: data for name, data in files.items() if not name.endswith("-shm")}
 
 
+def test_a_process_sees_whether_the_disk_has_room(root: Path, folder: Path) -> None:
+    """The layer ended a master that asked for it, by a file without a name."""
+    code = f"from multigpu_master.journal.sqlite.failures import _has_no_room as full; print(full({str(root)!r}))"
+    with FaultInjector(root, folder / "log") as layer:
+        command, env = [sys.executable, "-c", code], os.environ | layer.env
+        assert subprocess.check_output(command, env=env, text=True) == "False\n"
+        layer.schedule(room_bytes=0)
+        assert subprocess.check_output(command, env=env, text=True) == "True\n"
+
+
 def test_a_new_directory_is_still_there_after_a_loss_of_power(root: Path, folder: Path) -> None:
     disk = Disk(root, random.Random(1))
     with FaultInjector(root, folder / "log") as layer:

@@ -358,8 +358,8 @@ class Simulation:
         if "SUCCEEDED" in states and not {"fail", "fatal", "stuck", "deaf", "poison", "sicken"}.isdisjoint(options):
             raise ViolationError(f"{request.request_id} succeeded, which is impossible")
         errors = {o.error.type for o in outcomes if o.error is not None}
-        others = ("WorkerLost", "RunTimeout", "DeviceFellSick")  # before its own error
-        if "fatal" in options and "DEAD_LETTERED" in states and errors.isdisjoint(others):
+        charged = ("WorkerLost", "RunTimeout", "DeviceFellSick")  # for attempts that ended before their own error
+        if "fatal" in options and "DEAD_LETTERED" in states and errors.isdisjoint(charged):
             raise ViolationError(f"{request.request_id} is a dead letter, although its error is not retryable")
 
     def _judge_letters(self) -> None:

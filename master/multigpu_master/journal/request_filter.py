@@ -94,7 +94,7 @@ def _read(journal: SqliteJournal) -> _Filter | None:
         loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
         for page in journal.request_ids():
             loaded.add(page)
-    except Exception as error:  # noqa: BLE001  such as MemoryError: if the task ended here, every settle would begin a load
+    except Exception as error:  # noqa: BLE001  such as MemoryError: without another try, every settle would begin a load
         log.warning("the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S)
         return None
     return loaded

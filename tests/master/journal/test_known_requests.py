@@ -87,9 +87,8 @@ async def test_two_bytes_a_request_id() -> None:
 async def test_a_load_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_requests, "RETRY_S", 0.01)
     known = RequestFilter()
-    loading = asyncio.ensure_future(
-        known.load(journal(names("stored", 5), failures=[JournalError("the disk does not answer")] * 1), [])
-    )
+    failures = [JournalError("the disk does not answer")]
+    loading = asyncio.ensure_future(known.load(journal(names("stored", 5), failures=failures), []))
     known.add(["meanwhile"])
     await loading
     assert known.sift(["meanwhile", "stored-4", "new"]) == ["meanwhile", "stored-4"]
