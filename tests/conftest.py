@@ -29,6 +29,7 @@ settings.load_profile("tests")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 _BEGIN_S = time.monotonic()
+_CRASHES = pytest.StashKey[Path]()
 _CRASH = pytest.StashKey[IO[str]]()
 
 
@@ -45,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     worker: dict[str, str] | None = getattr(config, "workerinput", None)
     if worker is None:
         if config.getoption("numprocesses", None):
-            os.environ["TESTS_CRASHES"] = tempfile.mkdtemp(prefix="tests-crashes-")
+            config.stash[_CRASHES] = Path(tempfile.mkdtemp(prefix="tests-crashes-"))
+            os.environ["TESTS_CRASHES"] = str(config.stash[_CRASHES])
     elif folder := os.environ.get("TESTS_CRASHES"):
         config.stash[_CRASH] = (Path(folder) / worker["workerid"]).open("w")
         faulthandler.enable(config.stash[_CRASH])
@@ -55,13 +57,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _CRASH in config.stash:
         faulthandler.enable()
         config.stash[_CRASH].close()
-    elif folder := os.environ.pop("TESTS_CRASHES", ""):
-        shutil.rmtree(folder, ignore_errors=True)
+    elif _CRASHES in config.stash:  # not in a pytest that a test runs: it has the variable of the environment too
+        shutil.rmtree(config.stash[_CRASHES], ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if folder := os.environ.get("TESTS_CRASHES"):
-        for path in sorted(Path(folder).iterdir()):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _CRASHES in config.stash:
+        for path in sorted(config.stash[_CRASHES].iterdir()):
             if stacks := path.read_text():
                 terminalreporter.section(f"{path.name} crashed")
                 terminalreporter.write(stacks)
