@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Several tests run at once: OpenMP's threads of one test, which spin while they wait, would keep the cores from others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nor should the trials of engines, each with an export, that workers run beside their first tasks (tests of them do).
+os.environ.setdefault("MGPU_WORKER_ENGINE", "torch")
 
 # How long an example takes depends on what else runs.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

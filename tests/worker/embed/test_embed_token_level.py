@@ -13,14 +13,15 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 import sentence_transformers
 import transformers
 from multigpu.v1 import embed_pb2
-from multigpu_worker.engines.base import EmbeddingCacheSettings, Item
+from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings, Item
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import EmbedModel, load_model
-from multigpu_worker.engines.embed.onnx_backend import OnnxEmbedModel
 from multigpu_worker.engines.embed.payload import EmbedInput
+from multigpu_worker.engines.embed.tensorrt_backend import SwitchingBackend
 from multigpu_worker.engines.embed.token_level import CHARACTERS_MAX, TokenLevel
 from multigpu_worker.repository.folders import packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import Recorder, batch_of, engine_of, payload, run
 from tests.worker.embed.tiny_models import PACKAGED, byt5_slow_tokenizer
@@ -118,12 +119,26 @@ def test_a_tokenizer_in_python_has_no_places(tmp_path: Path) -> None:
     assert list(result_of(recorder, 1).texts) == ["ab"]
 
 
+@pytest.mark.slow
+def test_onnx_gives_the_vectors_of_torch(shared_artifacts: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
+    spec = ModelSpec(name="m", folder=Path(PACKAGED), engine="onnx")
+    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts), models={"m": spec})
+    onnx = EmbedEngine(settings)
+    onnx.load()
+    of_torch, of_onnx = (
+        run(each, batch_of([message(TEXTS, output=VECTORS), payload("x")])) for each in (engine_of(), onnx)
+    )
+    assert result_of(of_onnx).lengths == result_of(of_torch).lengths
+    np.testing.assert_allclose(of_onnx.vectors(0), of_torch.vectors(0), rtol=0, atol=1e-4)
+
+
 def test_an_engine_without_vectors_of_tokens_says_so() -> None:
-    text = load_model(Path(PACKAGED), "cpu", "fp32").text
-    session: Any = None  # not reached
-    pooled = OnnxEmbedModel(text=text, dimension=384, identity="", tokens_max=512, session=session)
-    with pytest.raises(BadInputError, match="vectors of tokens need engine torch"):
-        TokenLevel().prepare(0, EmbedInput(texts=["x"], output=VECTORS), pooled)
+    first = load_model(Path(PACKAGED), "cpu", "fp32")
+    made: Any = lambda first: (first, {})  # noqa: E731
+    of_texts = SwitchingBackend(first, "m", made, lambda: None)
+    with pytest.raises(BadInputError, match="vectors of tokens need engine torch or onnx"):
+        TokenLevel().prepare(0, EmbedInput(texts=["x"], output=VECTORS), of_texts)
 
 
 def test_a_shortage_of_memory_fails_one_item(engine: EmbedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Embed tasks on a real worker (agent, engine process and model) with a scripted master."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
@@ -50,6 +52,27 @@ async def test_one_bad_task_among_many_and_facts_with_the_text_limit(start: Star
     reports = await stream.reported(2001, 2002, timeout_s=LOADING_S)
     assert reports[0].result == reports[1].result
     await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")
+
+
+@pytest.mark.slow
+async def test_the_engine_of_auto_is_tried_while_torch_serves(start: Start, shared_artifacts: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
+    flags = ("--threads", "1", "--engine", "auto", "--artifacts-dir", str(shared_artifacts))
+    worker, stream = await start(*flags)
+    assert models(stream)[PACKAGED_MODEL].engine == "torch or onnx"
+    report = await stream.run(1, payload("one"), kind="embed", timeout_s=LOADING_S)
+    vector = np.frombuffer(embed_pb2.EmbedResult.FromString(report.result).values, "<f4")
+    await stream.until(
+        lambda: models(stream)[PACKAGED_MODEL].facts.get("trial of engines", "").startswith("1 text: torch"),
+        timeout_s=400,
+    )
+    now = models(stream)[PACKAGED_MODEL]
+    assert now.engine == now.facts["engine"]
+    assert now.engine in {"torch", "onnx"}
+    report = await stream.run(2, payload("one"), kind="embed", timeout_s=LOADING_S)
+    again = np.frombuffer(embed_pb2.EmbedResult.FromString(report.result).values, "<f4")
+    np.testing.assert_allclose(again, vector, rtol=0, atol=1e-5)
+    assert "the trial of its engines failed" not in worker.log
 
 
 @pytest.mark.slow

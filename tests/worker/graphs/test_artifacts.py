@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -201,6 +202,45 @@ def test_killed_builder_leaves_nothing_and_blocks_no_other(artifacts: Artifacts,
     with processes(1, root, log, 0) as (process,):
         assert process.communicate("\n")[0] == "a whole plan\n"
     assert not list(root.glob("*.making.*"))
+
+
+def test_only_what_is_there_is_found(artifacts: Artifacts, root: Path) -> None:
+    assert artifacts.find("plan", KEY) is None
+    assert not root.exists()
+    made = artifacts.get("plan", KEY, Builder())
+    assert artifacts.find("plan", KEY) == made
+    assert artifacts.find("plan", KEY | {"more": ""}) is None
+    (made.folder / "model.plan").write_bytes(b"damaged")
+    assert artifacts.find("plan", KEY) is None
+
+
+def test_one_process_at_a_time_is_alone(artifacts: Artifacts, root: Path) -> None:
+    artifacts.get("plan", KEY, Builder())
+    code = f"""
+from pathlib import Path
+from multigpu_worker.engines.common.artifacts import Artifacts
+with Artifacts(Path({str(root)!r}), 1).alone("trials"):
+    print("alone", flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "alone\n"
+        entered = threading.Event()
+
+        def enter() -> None:
+            with artifacts.alone("trials"):
+                entered.set()
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        with artifacts.alone("others"):
+            assert not entered.wait(0.2)
+        one.communicate("\n")
+        assert entered.wait(30)
+        thread.join()
 
 
 def keyed(number: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterable
 
-from multigpu_worker.repository.model import REMOTE, VLLM, ModelSpec, Scan
+from multigpu_worker.repository.model import EXPORTED_SOURCES, MEASURED, REMOTE, VLLM, ModelSpec, Scan
 
 # By engine: modules of which it needs at least one, and how to install them.
 _LIBRARIES = {
@@ -43,14 +43,18 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
 def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) -> Scan:
     """The scan with an error for each model whose library is not installed, or that needs more GPUs than there are.
 
-    `engine`: the worker's setting. If it is "auto", and the worker has `vllm` and is `on_gpu`, vLLM runs the models
-    with the engine "auto" that it supports. `gpus`: 0 on a CPU, where all ranks of a model share the processor.
+    `engine`: the worker's setting. If it is "auto", a model with the engine "auto" gets VLLM where the worker has
+    `vllm` and is `on_gpu`, and MEASURED on a CPU, if these can run it. `gpus`: 0 on a CPU, where all ranks of a model
+    share the processor.
     """
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)
     for model, spec in found.models.items():
-        if vllm and on_gpu and (spec.engine, engine) == ("auto", "auto") and _runs_on_vllm(spec):
-            spec = dataclasses.replace(spec, engine=VLLM)  # noqa: PLW2901
+        if (spec.engine, engine) == ("auto", "auto"):
+            if vllm and on_gpu and _runs_on_vllm(spec):
+                spec = dataclasses.replace(spec, engine=VLLM)  # noqa: PLW2901
+            elif not on_gpu and _may_be_measured(spec):
+                spec = dataclasses.replace(spec, engine=MEASURED)  # noqa: PLW2901
         if spec.engine == VLLM and not vllm:
             errors[model] = NO_VLLM
             continue
@@ -73,9 +77,15 @@ def _runs_on_vllm(spec: ModelSpec) -> bool:
     return (spec.source, spec.kind) == ("huggingface", "generate") and known
 
 
+def _may_be_measured(spec: ModelSpec) -> bool:
+    exportable = spec.source in EXPORTED_SOURCES and spec.precision in ("auto", "fp32") and not spec.device_map
+    installed = (importlib.util.find_spec(name) for name in ("torch", "onnxruntime", "onnxscript"))
+    return spec.kind == "embed" and exportable and all(installed)
+
+
 def engine_of(spec: ModelSpec, engine: str) -> str:
-    """The engine of a model as far as it is known before loading: a key of _LIBRARIES, or "module:class"."""
-    if ":" in spec.engine or spec.engine in (REMOTE, VLLM):
+    """The engine of a model as far as it is known before loading: a key of _LIBRARIES, MEASURED, or "module:class"."""
+    if ":" in spec.engine or spec.engine in (REMOTE, VLLM, MEASURED):
         return spec.engine
     if spec.source == "tensorrt-plan":
         return "tensorrt"
@@ -92,7 +102,7 @@ def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
         return ()
     if runs_on == REMOTE:
         return ("httpx2", "numpy")
-    if runs_on == "onnx" or spec.source == "onnx":  # ONNX Runtime serves while a plan is built
+    if runs_on in ("onnx", MEASURED) or spec.source == "onnx":  # ONNX Runtime serves while a plan is built
         return ("numpy", "onnxruntime")
     if spec.source == "torch-export":
         return ("torch",)

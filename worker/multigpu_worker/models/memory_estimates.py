@@ -13,7 +13,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import NUMBER_BYTES, auto_precision
 from multigpu_worker.engines.planning.costs import GPU_PROCESS_BYTES
 from multigpu_worker.models import catalog as catalogs
-from multigpu_worker.repository.model import VLLM, ModelSpec
+from multigpu_worker.repository.model import MEASURED, VLLM, ModelSpec
 from multigpu_worker.repository.weight_files import context_bytes, weights_bytes
 
 # A model's memory divided by its weights; and the memory of a process with its imports but without a model, on a CPU,
@@ -44,7 +44,8 @@ def estimate_bytes(
     if on_gpu:
         process_bytes = GPU_PROCESS_BYTES
     else:
-        process_bytes = TORCH_BYTES if "torch" in imports else ONNX_BYTES if "onnxruntime" in imports else PROCESS_BYTES
+        has_torch = "torch" in imports or spec.engine == MEASURED
+        process_bytes = TORCH_BYTES if has_torch else ONNX_BYTES if "onnxruntime" in imports else PROCESS_BYTES
     engine = catalogs.engine_of(spec, settings.engine)
     precision = spec.precision if spec.precision != "auto" else settings.precision
     if precision == "auto":

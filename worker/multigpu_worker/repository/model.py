@@ -30,6 +30,8 @@ SOURCES = (
     "python",
     "remote",
 )
+# Of embedding models that can be exported as a graph.
+EXPORTED_SOURCES = ("sentence-transformers", "huggingface")
 # Which models may be larger than a device, and the strategies that divide them (docs/large-models.md).
 DIVIDED_SOURCES = ("huggingface", "sentence-transformers", "gguf")
 DIVIDED_KINDS = ("generate", "embed", "classify", "rerank")
@@ -38,6 +40,8 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 HOST_PLACES = ("cpu", "disk")
 REMOTE = "remote"
 VLLM = "vllm"
+# Either of the two: the faster one, which a trial at load decides (engines/embed/fastest.py).
+MEASURED = "torch or onnx"
 BATCH_TASKS_MAX = 65_536
 
 
@@ -152,7 +156,7 @@ class ModelSpec:
     source: str = setting("sentence-transformers", choices=SOURCES)
     # The file that holds the model, in the folder, where the source is a single file (model.onnx, model.gguf …).
     file: str = setting("", check=check_inside)
-    # One of ENGINES, REMOTE, VLLM, or "module:Class" for an engine of the user.
+    # One of ENGINES, REMOTE, VLLM, or "module:Class" for an engine of the user. MEASURED is what "auto" may become.
     engine: str = setting("auto", check=_check_engine)
     precision: str = setting("auto", choices=PRECISIONS)
     # Run the model once before it counts as ready.

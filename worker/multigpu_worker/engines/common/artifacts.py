@@ -18,7 +18,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,14 +57,18 @@ class Artifacts:
         self._root = root
         self._bytes_max = bytes_max
 
+    def find(self, kind: str, key: Mapping[str, str]) -> Artifact | None:
+        """Return the artifact of `key`. None: there is none yet, or it can't be read."""
+        folder, identity = self._place(kind, key)
+        facts = _read(folder, identity) if os.path.lexists(folder) else None
+        return None if facts is None else Artifact(folder, facts)
+
     def get(self, kind: str, key: Mapping[str, str], build: Build) -> Artifact:
         """Return the artifact of `key`, made by `build` if it isn't there. Raises what `build` raises.
 
         ArtifactError: the folder cannot be written, or has no room.
         """
-        assert re.fullmatch(r"[a-z0-9-]+", kind), kind
-        identity = {"kind": kind, "key": dict(key)}
-        folder = self._root / f"{kind}-{_hash_of(identity)}"
+        folder, identity = self._place(kind, key)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self._open_lock(folder.name)
@@ -84,6 +88,19 @@ class Artifacts:
                 raise ArtifactError(f"no room in {self._root}: free some, or set artifacts_dir ({error})") from error
         self._evict()
         return artifact
+
+    @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Only one process of those that share the folder is in a block of this name."""
+        with self._open_lock(name) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _place(self, kind: str, key: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+        """The folder of an artifact, and what its name is made of."""
+        assert re.fullmatch(r"[a-z0-9-]+", kind), kind
+        identity = {"kind": kind, "key": dict(key)}
+        return self._root / f"{kind}-{_hash_of(identity)}", identity
 
     def _build(self, folder: Path, identity: dict[str, Any], build: Build) -> Artifact:
         for left in self._root.glob(f"{folder.name}{MAKING}*"):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.backends import load_variant
 from multigpu_worker.engines.common.precision import Variant
-from multigpu_worker.engines.embed.text import Inputs, TextInput
+from multigpu_worker.engines.embed.text import Inputs, TextInput, Tokens
 from multigpu_worker.repository.files import file_hash
 from multigpu_worker.repository.model import ModelSpec
 
@@ -98,6 +98,26 @@ class TokenBackend(EmbedBackend, Protocol):
 
     def embed_tokens(self, inputs: Inputs) -> Vectors:
         """The transformer's vectors [rows, width, components] of padded inputs. Raises MemoryError."""
+
+
+def cut(model: EmbedBackend, tokens: Tokens, owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
+    """Micro-batches of texts, longest first, so that a shortage of memory shows at once."""
+    lengths = tokens.lengths()
+    order = np.argsort(-lengths, kind="stable")
+    totals = np.cumsum(lengths[order])
+    micro_batches = []
+    start = 0
+    while start < len(order):
+        longest = int(lengths[order[start]])
+        if model.pads:
+            stop = start + model.tokens_max // max(1, longest)
+        else:
+            stop = int(np.searchsorted(totals, totals[start] - longest + model.tokens_max, side="right"))
+        places = order[start : max(stop, start + 1)]
+        inputs = model.text.pad(tokens, places.tolist())
+        micro_batches.append(MicroBatch(inputs=inputs, places=places, owners=owners[places], pads=model.pads))
+        start += len(places)
+    return micro_batches
 
 
 def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) -> tuple[EmbedBackend, dict[str, str]]:

@@ -11,9 +11,11 @@ Payloads: payload.py. Back ends: backend.py.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
+import structlog
 from multigpu.v1 import embed_pb2
 
 from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EngineSettings, Reporter
@@ -29,14 +31,17 @@ from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_
 from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.payloads import JSON
 from multigpu_worker.engines.common.precision import choose
-from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, MicroBatch, Vectors, load_backend
+from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, MicroBatch, Vectors, cut, load_backend
 from multigpu_worker.engines.embed.payload import EmbedInput, parse_texts
-from multigpu_worker.engines.embed.text import Text, Tokens
+from multigpu_worker.engines.embed.text import Text
 from multigpu_worker.engines.embed.token_level import TokenLevel
+from multigpu_worker.repository.model import MEASURED
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.embed.cache import EmbedCache, Lookup
+    from multigpu_worker.engines.embed.fastest import Trial
 
+log = structlog.get_logger(__name__)
 
 # A micro-batch that was started, and a function that waits for its vectors.
 UnderWay = tuple[MicroBatch, Callable[[], Vectors]]
@@ -101,19 +106,55 @@ class EmbedEngine:
             os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
 
     def load(self) -> dict[str, str]:
-        """Load the model as configured. The back end runs its trials as it loads, so there is no other warm-up."""
-        variant = choose(self._spec, self._settings)
+        """Load the model as configured. The back end runs its trials as it loads, so there is no other warm-up.
+
+        A model of the engine MEASURED serves on torch until a trial has been run on this host. If ONNX Runtime is
+        faster, it takes over then; later loads know the result.
+        """
+        if self._spec.engine != MEASURED:
+            return self._load(self._spec.engine)
+        if choose(dataclasses.replace(self._spec, engine="torch"), self._settings).precision != "fp32":
+            return self._load("torch")
+        from multigpu_worker.engines.embed.fastest import Trial  # noqa: PLC0415  (of CPUs alone)
+
+        trial = Trial(self._spec, self._settings)
+        known = trial.known()
+        facts = self._load("torch" if known is None else known["engine"])
+        facts["trial of engines"] = "under way" if known is None else known["trial"]
+        if known is None:
+            threading.Thread(target=self._try, args=(trial, facts), name="trial of engines", daemon=True).start()
+        return facts
+
+    def _load(self, engine: str) -> dict[str, str]:
+        spec = dataclasses.replace(self._spec, engine=engine)
+        variant = choose(spec, self._settings)
         if self._cache is None:
-            backend, facts = load_backend(self._spec, self._settings, variant)
+            backend, facts = load_backend(spec, self._settings, variant)
             self._model = LoadedModel(backend=backend)
             return facts
         from multigpu_worker.repository.content import ModelContent  # noqa: PLC0415 (most workers have none)
 
-        content = ModelContent.read(self._spec.folder)
-        backend, facts = load_backend(self._spec, self._settings, variant)
+        content = ModelContent.read(spec.folder)
+        backend, facts = load_backend(spec, self._settings, variant)
         content.check()
         self._model = LoadedModel(backend=backend, content=content.digest)
         return facts
+
+    def _try(self, trial: "Trial", facts: dict[str, str]) -> None:
+        """Run the trial, and load the faster engine. A batch under way keeps the back end that it began with."""
+        try:
+            result = trial.run()
+            if result["engine"] != "torch":
+                of_engine = self._load(result["engine"])
+                for name in facts.keys() - of_engine.keys():
+                    del facts[name]
+                facts |= of_engine
+        except Exception as error:
+            log.exception("the model stays on torch: the trial of its engines failed", model=self._spec.id)
+            facts["trial of engines"] = f"failed: {type(error).__name__}: {error}"
+        else:
+            facts["trial of engines"] = result["trial"]
+            log.info("the engines of the model were tried", model=self._spec.id, **result)
 
     def cache_counts(self) -> EmbeddingCacheCounts | None:
         """None: there is no cache."""
@@ -332,26 +373,6 @@ class _Run:
             if index not in self._gone:
                 self._gone.add(index)
                 self._reporter.fail(self._items[index], "OutOfMemory", message, retryable=True)
-
-
-def cut(model: EmbedBackend, tokens: Tokens, owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
-    """Micro-batches of texts, longest first, so that a shortage of memory shows at once."""
-    lengths = tokens.lengths()
-    order = np.argsort(-lengths, kind="stable")
-    totals = np.cumsum(lengths[order])
-    micro_batches = []
-    start = 0
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        if model.pads:
-            stop = start + model.tokens_max // max(1, longest)
-        else:
-            stop = int(np.searchsorted(totals, totals[start] - longest + model.tokens_max, side="right"))
-        places = order[start : max(stop, start + 1)]
-        inputs = model.text.pad(tokens, places.tolist())
-        micro_batches.append(MicroBatch(inputs=inputs, places=places, owners=owners[places], pads=model.pads))
-        start += len(places)
-    return micro_batches
 
 
 def cut_missing(model: EmbedBackend, texts: Sequence[Text], lookup: "Lookup") -> list[MicroBatch]:

@@ -13,7 +13,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed.backend import identity_of
 from multigpu_worker.engines.embed.text import Inputs, TextInput
 from multigpu_worker.engines.onnx.artifacts import exported
-from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT
+from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT, TOKENS
 from multigpu_worker.engines.onnx.session import Session, check_precision, threads_of
 from multigpu_worker.repository.model import ModelSpec
 
@@ -25,7 +25,7 @@ CUDA_TOKENS = 16_384
 
 @dataclass(slots=True, kw_only=True)
 class OnnxEmbedModel:
-    """An EmbedBackend on ONNX Runtime."""
+    """A TokenBackend on ONNX Runtime."""
 
     text: TextInput
     dimension: int
@@ -36,7 +36,12 @@ class OnnxEmbedModel:
 
     def embed(self, inputs: Inputs) -> npt.NDArray[np.float32]:
         """Vectors [rows, dimension] of padded inputs. Raises MemoryError if the host or the device has too little."""
-        vectors: npt.NDArray[np.float32] = self.session.run(inputs)[OUTPUT]
+        vectors: npt.NDArray[np.float32] = self.session.run(inputs, [OUTPUT])[OUTPUT]
+        return vectors
+
+    def embed_tokens(self, inputs: Inputs) -> npt.NDArray[np.float32]:
+        """Token vectors [rows, width, components] of padded inputs. Raises MemoryError, as above."""
+        vectors: npt.NDArray[np.float32] = self.session.run(inputs, [TOKENS])[TOKENS]
         return vectors
 
 

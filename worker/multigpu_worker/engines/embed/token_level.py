@@ -53,7 +53,7 @@ class TokenLevel:
 
 def _prepare(asked: EmbedInput, backend: EmbedBackend) -> tuple[TokenBackend, list[Inputs]]:
     if not isinstance(backend, TokenBackend):
-        raise BadInputError("the model's engine has vectors of texts only: vectors of tokens need engine torch")
+        raise BadInputError("the model's engine has vectors of texts only: vectors of tokens need engine torch or onnx")
     backend.text.check_ids([text for text in asked.texts if not isinstance(text, str)])
     tokens = backend.text.tokenise(asked.texts)
     return backend, [backend.text.pad(tokens, [row]) for row in range(len(asked.texts))]

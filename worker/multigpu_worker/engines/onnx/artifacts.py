@@ -16,12 +16,10 @@ from multigpu_worker.engines.onnx.quantize import quantise_embed, quantise_infer
 from multigpu_worker.repository.content import ModelContent
 from multigpu_worker.repository.files import file_hash, loaded_files
 from multigpu_worker.repository.folders import ModelFolderError
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import EXPORTED_SOURCES, ModelSpec
 from multigpu_worker.repository.model_toml import FILE_NAME
 
 PRECISIONS = ("fp32", "fp16", *gate.GATED)
-# Sources of models that can be exported.
-SOURCES = ("sentence-transformers", "huggingface")
 EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 EXPORT_CODE = ("onnx/export.py", "embed/model.py", "embed/steps.py", "embed/text.py")
 # Packages that write the graph, by recipe and engine. All other recipes: nvidia-modelopt.
@@ -33,21 +31,21 @@ QUANTISE_CODE = ("onnx/quantize.py", "onnx/dynamic.py", "common/accuracy_gate.py
 
 
 def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: str = "onnx") -> Artifact:
-    """An embedding model as MODEL_FILE and the files for TextInput.read, for "onnx" or "tensorrt".
+    """An embedding model as MODEL_FILE and the files for TextInput.read, for "onnx" (with TOKENS) or "tensorrt".
 
     Facts: "dimension", "difference" (to torch); at int8 and fp8 also "recipe" and "accuracy". Raises ModelFolderError,
     AccuracyGateError among them; MemoryError, OSError; ImportError if a package is missing.
     """
     if precision not in PRECISIONS:
         raise PrecisionError(f"models are exported at {', '.join(PRECISIONS)}, not at {precision}")
-    if spec.source not in SOURCES:
+    if spec.source not in EXPORTED_SOURCES:
         raise ModelFolderError(f"{spec.id} is of source {spec.source}, which has no export: run it with engine torch")
-    artifacts = _cache(settings, "exported")
-    content = ModelContent.read(spec.folder)
-    key = {"model": content.digest.hex(), **_versions(EXPORT_PACKAGES, EXPORT_CODE)}
+    artifacts = cache_of(settings, "exported models")
+    key, content = export_key(spec, engine)
 
     def export(folder: Path) -> dict[str, str]:
-        facts = export_embed(spec, folder, "fp16" if precision == "fp16" else "fp32", settings.threads)
+        exported_at = "fp16" if precision == "fp16" else "fp32"
+        facts = export_embed(spec, folder, exported_at, settings.threads, tokens=engine == "onnx")
         content.check()
         return facts
 
@@ -72,7 +70,7 @@ def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine:
     """An ONNX model of kind infer as MODEL_FILE at int8 or fp8. Facts and errors: as `exported`."""
     gate.require(spec, precision)
     recipe = recipe_of(spec, precision, engine)
-    artifacts = _cache(settings, "quantised")
+    artifacts = cache_of(settings, "quantised models")
     # model.toml is left out: a new threshold needs no new graph. The data is in the gate's part of the key.
     others = {FILE_NAME, spec.gate.calibration, spec.gate.held_out}
     key = {f"file {name}": file_hash(spec.folder / name) for name in loaded_files(spec) if name not in others}
@@ -86,9 +84,16 @@ def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine:
     return artifact
 
 
-def _cache(settings: EngineSettings, what: str) -> Artifacts:
+def export_key(spec: ModelSpec, engine: str) -> tuple[dict[str, str], ModelContent]:
+    """What an export depends on besides the precision, and the model's content. Raises ModelFolderError."""
+    content = ModelContent.read(spec.folder)
+    return {"model": content.digest.hex(), "engine": engine, **_versions(EXPORT_PACKAGES, EXPORT_CODE)}, content
+
+
+def cache_of(settings: EngineSettings, what: str) -> Artifacts:
+    """The artifact cache. Raises ModelFolderError if the worker has none for `what`."""
     if not settings.artifacts:
-        raise ModelFolderError(f"{what} models need a folder to be kept in: set artifacts_dir")
+        raise ModelFolderError(f"{what} need a folder to be kept in: set artifacts_dir")
     return Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max)
 
 

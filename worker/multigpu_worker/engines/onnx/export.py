@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MODEL_FILE = "model.onnx"
 OUTPUT = "vectors"
+# The transformer's vectors of tokens. ONNX Runtime computes them on the way; a plan of TensorRT would copy them.
+TOKENS = "tokens"
 # Supported by ONNX Runtime 1.24 and TensorRT 10.
 OPSET = 20
 # Largest difference to torch's vectors, relative to the largest component: the graph adds, and so rounds, in another
@@ -36,21 +38,24 @@ TRIAL_TEXTS = (
 )
 
 
-def export_embed(spec: ModelSpec, folder: Path, precision: str = "fp32", threads: int = 0) -> dict[str, str]:
+def export_embed(
+    spec: ModelSpec, folder: Path, precision: str = "fp32", threads: int = 0, *, tokens: bool = False
+) -> dict[str, str]:
     """Export a model into an empty folder: MODEL_FILE and the files for TextInput.read.
 
     The graph takes input_ids, attention_mask and perhaps token_type_ids, int64 [batch, sequence], and returns OUTPUT,
-    float32 [batch, dimension]. At fp16 the transformer computes in 16 bits. Raises MemoryError; ModelFolderError, also
-    if the graph's vectors differ from torch's.
+    float32 [batch, dimension], and with `tokens` also TOKENS, float32 [batch, sequence, components]. At fp16 the
+    transformer computes in 16 bits. Raises MemoryError; ModelFolderError, also if the graph's vectors differ from
+    torch's.
     """
     if precision not in DIFFERENCE_MAX:
         raise ModelFolderError(f"models are exported at {' and '.join(DIFFERENCE_MAX)}, not at {precision}")
-    arguments = {"model": str(spec.folder), "folder": str(folder), "precision": precision}
+    arguments = {"model": str(spec.folder), "folder": str(folder), "precision": precision, "tokens": tokens}
     facts: dict[str, str] = subprocess_call(f"{__name__}:export", arguments, threads=threads)
     return facts
 
 
-def export(*, model: str, folder: str, precision: str) -> dict[str, str]:
+def export(*, model: str, folder: str, precision: str, tokens: bool) -> dict[str, str]:
     """Run in the subprocess."""
     import numpy as np  # noqa: PLC0415  (only in the subprocess)
     import torch  # noqa: PLC0415  (as above)
@@ -59,15 +64,19 @@ def export(*, model: str, folder: str, precision: str) -> dict[str, str]:
 
     source = load_model(Path(model), "cpu", "fp32", pack=False)
     source.text.save(Path(folder))
-    tokens = source.text.tokenise(TRIAL_TEXTS)
-    trial = source.text.pad(tokens, [0, 1, 3])
-    other = source.text.pad(tokens, range(len(TRIAL_TEXTS)))
-    wanted = [(inputs, source.embed(inputs)) for inputs in (trial, other, source.text.pad(tokens, [1]))]
+    tokenised = source.text.tokenise(TRIAL_TEXTS)
+    trial, other, single = (source.text.pad(tokenised, rows) for rows in ([0, 1, 3], range(len(TRIAL_TEXTS)), [1]))
+    outputs = {OUTPUT: source.embed} | ({TOKENS: source.embed_tokens} if tokens else {})
+    wanted = [(inputs, [compute(inputs) for compute in outputs.values()]) for inputs in (trial, other, single)]
     if precision == "fp16":
         source.transformer.to(torch.float16)
     path = Path(folder) / MODEL_FILE
-    _write(_whole(source), trial, path)
-    differences = [np.abs(_compute(path, inputs) - vectors).max() / np.abs(vectors).max() for inputs, vectors in wanted]
+    _write(_whole(source, tokens), trial, list(outputs), path)
+    differences = [
+        np.abs(found - expected).max() / np.abs(expected).max()
+        for inputs, arrays in wanted
+        for found, expected in zip(_compute(path, list(outputs), inputs), arrays, strict=True)
+    ]
     difference = float(np.max(differences))  # Python's max may ignore NaN
     if not difference <= DIFFERENCE_MAX[precision]:  # also true for NaN
         raise ModelFolderError(
@@ -77,7 +86,7 @@ def export(*, model: str, folder: str, precision: str) -> dict[str, str]:
     return {"dimension": str(source.dimension), "difference": f"{difference:.1e}"}
 
 
-def _whole(source: Any) -> "nn.Module":
+def _whole(source: Any, with_tokens: bool) -> "nn.Module":
     """The model as one module that takes its inputs by position."""
     import torch  # noqa: PLC0415  (only in the subprocess)
 
@@ -88,11 +97,11 @@ def _whole(source: Any) -> "nn.Module":
             super().__init__()
             self.transformer, self.steps = source.transformer, source.steps
 
-        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             inputs = dict(zip(names, tensors, strict=True))
             tokens = self.transformer(**inputs)[0].float()
-            vectors: torch.Tensor = self.steps(source.pooling(tokens, inputs["attention_mask"]))
-            return vectors
+            vectors = self.steps(source.pooling(tokens, inputs["attention_mask"]))
+            return (vectors, tokens) if with_tokens else (vectors,)
 
     # Graph optimisers recognise attention only as plain operators, which is what eager attention is. On ONNX Runtime
     # MiniLM with sdpa attention is no faster.
@@ -100,7 +109,7 @@ def _whole(source: Any) -> "nn.Module":
     return Whole().eval()
 
 
-def _write(module: "nn.Module", trial: "Inputs", path: Path) -> None:
+def _write(module: "nn.Module", trial: "Inputs", outputs: list[str], path: Path) -> None:
     import torch  # noqa: PLC0415  (only in the subprocess)
 
     tensors = tuple(torch.from_numpy(array) for array in trial.values())
@@ -113,7 +122,7 @@ def _write(module: "nn.Module", trial: "Inputs", path: Path) -> None:
             dynamo=True,
             opset_version=OPSET,
             input_names=list(trial),
-            output_names=[OUTPUT],
+            output_names=outputs,
             # `forward` takes all inputs as one variadic argument.
             dynamic_shapes=(tuple(axes for _ in tensors),),
             external_data=sum(parameter.nbytes for parameter in module.parameters()) > SINGLE_FILE_BYTES_MAX,
@@ -121,8 +130,9 @@ def _write(module: "nn.Module", trial: "Inputs", path: Path) -> None:
         )
 
 
-def _compute(path: Path, inputs: "Inputs") -> Any:
+def _compute(path: Path, outputs: list[str], inputs: "Inputs") -> list[Any]:
     import onnxruntime  # noqa: PLC0415  (the extra `onnx`)
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return session.run([OUTPUT], dict(inputs))[0]
+    arrays: list[Any] = session.run(outputs, dict(inputs))
+    return arrays

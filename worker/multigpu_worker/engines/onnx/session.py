@@ -10,7 +10,7 @@ Settings for CPUs, measured with MiniLM on real sentences, on an Intel core:
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,9 @@ class Session:
         """As `inputs`."""
         return list(self._session.get_outputs())
 
-    def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return all outputs by name. Raises MemoryError, on any device."""
-        names = [output.name for output in self.outputs]
+    def run(self, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str] = ()) -> Arrays:
+        """Return these outputs, or all, by name. Raises MemoryError, on any device."""
+        names = list(outputs) or [output.name for output in self.outputs]
         with _memory_errors():
             values = self._session.run(names, dict(inputs)) if self.device == "cpu" else self._run_bound(inputs, names)
         return dict(zip(names, values, strict=True))
