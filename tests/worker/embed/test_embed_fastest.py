@@ -16,8 +16,9 @@ from multigpu_worker.engines.embed import fastest
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.fastest import ENGINES, Trial
 from multigpu_worker.models.catalog import installed
+from multigpu_worker.repository.content import ModelContent
 from multigpu_worker.repository.folders import packaged_model
-from multigpu_worker.repository.model import MEASURED, ModelSpec, Scan
+from multigpu_worker.repository.model import MEASURED, ModelFolderError, ModelSpec, Scan
 
 from tests.worker.embed.test_embed import Recorder, batch_of, payload, run
 from tests.worker.embed.tiny_models import bert, byt5_slow_tokenizer
@@ -91,6 +92,18 @@ def test_the_export_needs_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fastest, "host_memory_bytes", lambda: 1 << 29)
     with pytest.raises(MemoryError, match="the export takes 946 MiB of memory, and 512 MiB are free"):
         trial_of(settings_of(FOLDER, tmp_path)).run()
+
+
+def test_a_file_that_only_the_trial_reads_is_no_reason_not_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Path) -> ModelContent:
+        raise ModelFolderError("notes.txt can't be read")
+
+    settings = settings_of(bert(tmp_path / "bert"), tmp_path / "artifacts")
+    monkeypatch.setattr(ModelContent, "read", fails)
+    facts = EmbedEngine(settings).load()
+    assert (facts["engine"], facts["trial of engines"]) == ("torch", "failed: notes.txt can't be read")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
 import onnxruntime
+from multigpu_worker.engines.common.versions import version_of
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.steps import POOLING_MODES
 from multigpu_worker.engines.embed.text import TextInput
@@ -90,3 +92,14 @@ def test_python_tokenizer_is_rejected(tmp_path: Path) -> None:
 def test_reading_an_export_needs_no_torch() -> None:
     code = "import multigpu_worker.engines.onnx.export, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_onnxruntime_gpu_has_a_version_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hosts with GPUs it takes the place of onnxruntime, and no package is called that there."""
+    assert version_of("onnxruntime") == onnxruntime.__version__
+    (tmp_path / "onnxruntime_gpu-99.1.dist-info").mkdir()
+    (tmp_path / "onnxruntime_gpu-99.1.dist-info" / "METADATA").write_text("Name: onnxruntime-gpu\nVersion: 99.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert version_of("onnxruntime") == "99.1"
+    with pytest.raises(metadata.PackageNotFoundError):
+        version_of("nonsuch")

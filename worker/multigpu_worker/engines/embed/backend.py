@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.backends import load_variant
 from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.common.versions import version_of
 from multigpu_worker.engines.embed.text import Inputs, TextInput, Tokens
 from multigpu_worker.repository.files import file_hash
 from multigpu_worker.repository.model import ModelSpec
@@ -131,6 +131,6 @@ def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) ->
 def identity_of(*parts: str, packages: tuple[str, ...], sources: tuple[str, ...]) -> str:
     """A back end's identity: the hash of `parts`, of package versions, and of the given source files of engines/."""
     here = Path(__file__).parents[1]
-    lines = [*parts, *(f"{name} {metadata.version(name)}" for name in ("multigpu", "tokenizers", *packages))]
+    lines = [*parts, *(f"{name} {version_of(name)}" for name in ("multigpu", "tokenizers", *packages))]
     lines += [file_hash(here / name) for name in ("embed/engine.py", "embed/backend.py", "embed/text.py", *sources)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -35,7 +35,7 @@ from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, Mi
 from multigpu_worker.engines.embed.payload import EmbedInput, parse_texts
 from multigpu_worker.engines.embed.text import Text
 from multigpu_worker.engines.embed.token_level import TokenLevel
-from multigpu_worker.repository.model import MEASURED
+from multigpu_worker.repository.model import MEASURED, ModelFolderError
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.embed.cache import EmbedCache, Lookup
@@ -117,8 +117,13 @@ class EmbedEngine:
             return self._load("torch")
         from multigpu_worker.engines.embed.fastest import Trial  # noqa: PLC0415  (of CPUs alone)
 
-        trial = Trial(self._spec, self._settings)
-        known = trial.known()
+        try:
+            trial = Trial(self._spec, self._settings)
+            known = trial.known()
+        except (ModelFolderError, OSError) as error:
+            facts = self._load("torch")
+            facts["trial of engines"] = f"failed: {error}"
+            return facts
         facts = self._load("torch" if known is None else known["engine"])
         facts["trial of engines"] = "under way" if known is None else known["trial"]
         if known is None:

@@ -11,6 +11,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.common.precision import PrecisionError
+from multigpu_worker.engines.common.versions import version_of
 from multigpu_worker.engines.onnx.export import export_embed
 from multigpu_worker.engines.onnx.quantize import quantise_embed, quantise_infer, recipe_of
 from multigpu_worker.repository.content import ModelContent
@@ -113,4 +114,4 @@ def _gate_key(spec: ModelSpec, precision: str, recipe: str, engine: str) -> dict
 
 def _versions(packages: tuple[str, ...], code: tuple[str, ...]) -> dict[str, str]:
     here = Path(__file__).parents[1]
-    return {name: metadata.version(name) for name in packages} | {name: file_hash(here / name) for name in code}
+    return {name: version_of(name) for name in packages} | {name: file_hash(here / name) for name in code}
