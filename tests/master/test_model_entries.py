@@ -24,6 +24,16 @@ async def test_a_worker_that_has_not_hashed_the_files_yet_takes_no_digest_away()
     ]
 
 
+async def test_workers_that_run_a_model_on_different_engines_have_entries_of_their_own() -> None:
+    """A trial of engines may have another result on each host, and one row showed one of them for all."""
+    fleet = Fleet(0.8)
+    for worker_id, engine, facts in (("a", "torch", {"x": ""}), ("b", "torch or onnx", {}), ("c", "onnx", {"x": ""})):
+        wire = model_pb2.Model(name="m", engine=engine, facts=facts).SerializeToString()
+        fleet.register(WorkerInfo(worker_id=worker_id, models=(Model(name="m", version="1", wire=wire),)))
+    entries = await _entries(fleet.workers.values(), "")
+    assert [(e.model.engine, list(e.worker_ids)) for e in entries] == [("torch", ["a", "b"]), ("onnx", ["c"])]
+
+
 async def test_other_calls_run_while_models_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "SLICE_S", 0.0)
     fleet = Fleet(0.8)

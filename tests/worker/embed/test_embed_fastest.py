@@ -15,6 +15,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed import fastest
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.fastest import ENGINES, Trial
+from multigpu_worker.engines.onnx.artifacts import exported
 from multigpu_worker.models.catalog import installed
 from multigpu_worker.repository.content import ModelContent
 from multigpu_worker.repository.folders import packaged_model
@@ -40,7 +41,7 @@ def trial_of(settings: EngineSettings) -> Trial:
 def ended(facts: dict[str, str]) -> str:
     """The fact about the trial, when it has ended."""
     end = time.monotonic() + 400
-    while (fact := facts["trial of engines"]) == "under way":
+    while (fact := facts["trial of engines"]).startswith("under way since "):
         assert time.monotonic() < end
         time.sleep(0.1)
     return fact
@@ -103,7 +104,10 @@ def test_a_file_that_only_the_trial_reads_is_no_reason_not_to_serve(
     settings = settings_of(bert(tmp_path / "bert"), tmp_path / "artifacts")
     monkeypatch.setattr(ModelContent, "read", fails)
     facts = EmbedEngine(settings).load()
-    assert (facts["engine"], facts["trial of engines"]) == ("torch", "failed: notes.txt can't be read")
+    assert (facts["engine"], facts["trial of engines"]) == (
+        "torch",
+        "failed: ModelFolderError: notes.txt can't be read",
+    )
 
 
 @pytest.mark.slow
@@ -120,6 +124,39 @@ def test_a_trial_decides_once(shared_artifacts: Path) -> None:
     assert again == facts
     other = dataclasses.replace(settings, threads=2)
     assert trial_of(other).known() is None
+
+
+@pytest.mark.slow
+def test_without_its_graph_a_known_result_keeps_no_task_waiting(tmp_path: Path, shared_artifacts: Path) -> None:
+    settings = settings_of(FOLDER, shared_artifacts)
+    trial = trial_of(settings)
+    trial._build = lambda _: {"engine": "onnx", "trial": "onnx won"}  # type: ignore[method-assign]
+    trial._key |= {"code": "of this test"}
+    trial.run()
+    exported(settings.models["m"], settings, "fp32")
+    assert trial.known() == {"engine": "onnx", "trial": "onnx won"}
+    alone = settings_of(FOLDER, tmp_path / "artifacts")
+    other = trial_of(alone)
+    other._key, other._build = trial._key, trial._build  # type: ignore[method-assign]
+    other.run()
+    assert other.known() is None, "the graph was evicted"
+
+
+@pytest.mark.slow
+def test_a_graph_that_cannot_be_loaded_leaves_torch(tmp_path: Path, shared_artifacts: Path) -> None:
+    settings = settings_of(FOLDER, shared_artifacts)
+
+    class Known(Trial):
+        def known(self) -> dict[str, str]:
+            return {"engine": "onnx", "trial": "onnx won"}
+
+    engine = EmbedEngine(dataclasses.replace(settings, artifacts=str(tmp_path / "file")))
+    (tmp_path / "file").write_text("no folder")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastest, "Trial", Known)
+        facts = engine.load()
+    assert facts["engine"] == "torch"
+    assert facts["trial of engines"].startswith("failed: ArtifactError: no artifacts can be kept in ")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import onnxruntime
+import torch
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.embed import onnx_backend as embed_onnx
@@ -128,8 +129,8 @@ def test_invalid_graph_and_model_that_cannot_be_exported_are_rejected(tmp_path: 
 
 @pytest.mark.gpu
 def test_on_a_gpu(settings: EngineSettings) -> None:
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        pytest.skip("this ONNX Runtime has no CUDA")
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers() or not torch.cuda.is_available():
+        pytest.skip("this ONNX Runtime has no CUDA, or there is no GPU")
     on_cpu, _ = embed_onnx.load(SPEC, settings, "fp32")
     inputs = on_cpu.text.pad(on_cpu.text.tokenise(TEXTS), range(len(TEXTS)))
     for precision, tolerance in (("fp32", 1e-4), ("tf32", 5e-3), ("fp16", 5e-3)):

@@ -1,6 +1,7 @@
 """The cache of plans and exports: one builder, whole or not at all, never another key's, never a damaged one."""
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from multigpu_worker.engines.common.artifacts import MANIFEST, RECENT_S, Artifact, ArtifactError, Artifacts
@@ -212,6 +214,20 @@ def test_only_what_is_there_is_found(artifacts: Artifacts, root: Path) -> None:
     assert artifacts.find("plan", KEY | {"more": ""}) is None
     (made.folder / "model.plan").write_bytes(b"damaged")
     assert artifacts.find("plan", KEY) is None
+
+
+def test_a_folder_that_cannot_be_written_gives_what_it_has(
+    artifacts: Artifacts, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = artifacts.get("plan", KEY, Builder())
+
+    def read_only(_: Path, *_arguments: object, **_more: object) -> NoReturn:  # root could write into it
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Artifacts, "_open_lock", read_only)
+    assert artifacts.get("plan", KEY, Builder()) == made
+    with pytest.raises(ArtifactError, match="set artifacts_dir"):
+        artifacts.get("plan", KEY | {"more": ""}, Builder())
 
 
 def test_one_process_at_a_time_is_alone(artifacts: Artifacts, root: Path) -> None:

@@ -24,7 +24,7 @@ class CpuDevice:
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
         self.info = DeviceInfo(
-            device_id="cpu", name="cpu", product=_processor_name(), memory_total_bytes=meminfo()["MemTotal"]
+            device_id="cpu", name="cpu", product=processor_name(), memory_total_bytes=meminfo()["MemTotal"]
         )
         self.visible_devices = ""
         self.engine_name = "cpu"
@@ -99,7 +99,8 @@ def _packages(powercap: Path) -> list[Package]:
         return []
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The model of this host's processors."""
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else platform.machine()
 

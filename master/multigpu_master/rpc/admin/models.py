@@ -167,10 +167,12 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
 
 
 def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
-    """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, and whether it
-    is the current version. An unknown digest equals any.
+    """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, whether it is
+    the current version, and its engine, once both have loaded it. An unknown digest equals any.
     """
     digests = {d for d in (one.digest, other.digest) if d}
-    return len(digests) < 2 and (one.kind, one.source, one.files_bytes, one.current, one.error) == (
+    engines = {model.engine for model in (one, other) if model.facts}
+    alike = (one.kind, one.source, one.files_bytes, one.current, one.error) == (
         other.kind, other.source, other.files_bytes, other.current, other.error,
     )  # fmt: skip
+    return alike and len(digests) < 2 and len(engines) < 2

@@ -66,13 +66,15 @@ class Artifacts:
     def get(self, kind: str, key: Mapping[str, str], build: Build) -> Artifact:
         """Return the artifact of `key`, made by `build` if it isn't there. Raises what `build` raises.
 
-        ArtifactError: the folder cannot be written, or has no room.
+        ArtifactError: it isn't there, and the folder cannot be written, or has no room.
         """
         folder, identity = self._place(kind, key)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self._open_lock(folder.name)
         except OSError as error:
+            if (found := self.find(kind, key)) is not None:  # in a folder that others fill
+                return found
             raise ArtifactError(f"no artifacts can be kept in {self._root}: set artifacts_dir ({error})") from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -120,14 +121,18 @@ class EmbedEngine:
         try:
             trial = Trial(self._spec, self._settings)
             known = trial.known()
-        except (ModelFolderError, OSError) as error:
+            facts = self._load("onnx") if known is not None and known["engine"] == "onnx" else None
+        except (ModelFolderError, MemoryError, OSError) as error:
             facts = self._load("torch")
-            facts["trial of engines"] = f"failed: {error}"
+            facts["trial of engines"] = self._no_trial(error)
             return facts
-        facts = self._load("torch" if known is None else known["engine"])
-        facts["trial of engines"] = "under way" if known is None else known["trial"]
-        if known is None:
-            threading.Thread(target=self._try, args=(trial, facts), name="trial of engines", daemon=True).start()
+        if facts is None:
+            facts = self._load("torch")
+        if known is not None:
+            facts["trial of engines"] = known["trial"]
+            return facts
+        facts["trial of engines"] = f"under way since {time.strftime('%H:%M:%S UTC', time.gmtime())}"
+        threading.Thread(target=self._try, args=(trial, facts), name="trial of engines", daemon=True).start()
         return facts
 
     def _load(self, engine: str) -> dict[str, str]:
@@ -154,12 +159,20 @@ class EmbedEngine:
                 for name in facts.keys() - of_engine.keys():
                     del facts[name]
                 facts |= of_engine
+        except (ModelFolderError, MemoryError, OSError) as error:
+            facts["trial of engines"] = self._no_trial(error)
         except Exception as error:
             log.exception("the model stays on torch: the trial of its engines failed", model=self._spec.id)
             facts["trial of engines"] = f"failed: {type(error).__name__}: {error}"
         else:
             facts["trial of engines"] = result["trial"]
             log.info("the engines of the model were tried", model=self._spec.id, **result)
+
+    def _no_trial(self, error: Exception) -> str:
+        """The fact about a trial that this error ended."""
+        problem = f"{type(error).__name__}: {error}"
+        log.warning("the model stays on torch: its engines can't be tried", model=self._spec.id, problem=problem)
+        return f"failed: {problem}"
 
     def cache_counts(self) -> EmbeddingCacheCounts | None:
         """None: there is no cache."""

@@ -21,6 +21,7 @@ from multigpu_worker.repository.model import EXPORTED_SOURCES, ModelSpec
 from multigpu_worker.repository.model_toml import FILE_NAME
 
 PRECISIONS = ("fp32", "fp16", *gate.GATED)
+EXPORT = "export"  # the kind of artifact
 EXPORT_PACKAGES = ("multigpu", "torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 EXPORT_CODE = ("onnx/export.py", "embed/model.py", "embed/steps.py", "embed/text.py")
 # Packages that write the graph, by recipe and engine. All other recipes: nvidia-modelopt.
@@ -42,20 +43,19 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
     if spec.source not in EXPORTED_SOURCES:
         raise ModelFolderError(f"{spec.id} is of source {spec.source}, which has no export: run it with engine torch")
     artifacts = cache_of(settings, "exported models")
-    key, content = export_key(spec, engine)
+    key, content = export_key(spec, engine, "fp16" if precision == "fp16" else "fp32")
 
     def export(folder: Path) -> dict[str, str]:
-        exported_at = "fp16" if precision == "fp16" else "fp32"
-        facts = export_embed(spec, folder, exported_at, settings.threads, tokens=engine == "onnx")
+        facts = export_embed(spec, folder, key["precision"], settings.threads, tokens=engine == "onnx")
         content.check()
         return facts
 
     if precision not in gate.GATED:
-        return artifacts.get("export", key | {"precision": precision}, export)
+        return artifacts.get(EXPORT, key, export)
     gate.require(spec, precision)
     recipe = recipe_of(spec, precision, engine)
     gate_key = _gate_key(spec, precision, recipe, engine)
-    source = artifacts.get("export", key | {"precision": "fp32"}, export)
+    source = artifacts.get(EXPORT, key, export)
 
     def quantise(folder: Path) -> dict[str, str]:
         figures = quantise_embed(spec, source.folder, folder, recipe, settings.threads)
@@ -85,10 +85,11 @@ def quantised(spec: ModelSpec, settings: EngineSettings, precision: str, engine:
     return artifact
 
 
-def export_key(spec: ModelSpec, engine: str) -> tuple[dict[str, str], ModelContent]:
-    """What an export depends on besides the precision, and the model's content. Raises ModelFolderError."""
+def export_key(spec: ModelSpec, engine: str, precision: str) -> tuple[dict[str, str], ModelContent]:
+    """What an export depends on, and the model's content. Raises ModelFolderError."""
     content = ModelContent.read(spec.folder)
-    return {"model": content.digest.hex(), "engine": engine, **_versions(EXPORT_PACKAGES, EXPORT_CODE)}, content
+    key = {"model": content.digest.hex(), "engine": engine, "precision": precision}
+    return key | _versions(EXPORT_PACKAGES, EXPORT_CODE), content
 
 
 def cache_of(settings: EngineSettings, what: str) -> Artifacts:
