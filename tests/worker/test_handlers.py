@@ -11,6 +11,7 @@ import pytest
 from multigpu._encoding import MSGPACK, decode
 from multigpu.v1 import worker_service_pb2 as pb
 
+from tests.waiting import until_async
 from tests.worker.conftest import Start, StartWorker
 from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
@@ -329,3 +330,24 @@ async def test_broken_handlers_module(start_worker: StartWorker, tmp_path: Path,
         assert await process.wait() == 3
         assert words in process.log
         assert "--handlers" in process.log
+
+
+async def test_tracebacks_in_the_log_have_no_values_of_variables(start: Start, tmp_path: Path) -> None:
+    """They may be a caller's texts, and structlog's default writes them where rich is installed."""
+    (tmp_path / "logging_handlers.py").write_text(
+        "import multigpu, structlog\n"
+        "@multigpu.handler('logs')\n"
+        "def logs(data: bytes) -> bytes:\n"
+        "    private = data.decode()\n"
+        "    try:\n"
+        "        raise ValueError('nothing')\n"
+        "    except ValueError:\n"
+        "        structlog.get_logger().exception('caught one')\n"
+        "    return data\n"
+    )
+    worker, stream = await start("--handlers", "logging_handlers", pythonpath=tmp_path)
+    (report,) = await stream.run_all("logs", b"the words of a caller")
+    assert report.state == SUCCEEDED, report
+    await until_async(lambda: "ValueError: nothing" in worker.log, what="the traceback")
+    assert "caught one" in worker.log
+    assert "the words of a caller" not in worker.log

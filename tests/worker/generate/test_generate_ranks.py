@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("transformers", reason="the extra `worker` is not installed")
+import torch
 from multigpu_worker.engines.generate.engine import GenerateEngine
 from multigpu_worker.process_group import with_descendants
 from multigpu_worker.repository.model import ModelFolderError
@@ -140,6 +141,15 @@ def test_what_cannot_be_shared_is_rejected_before_a_rank_is_started(
 ) -> None:
     with pytest.raises(ModelFolderError, match=error):
         GenerateEngine(settings_of(folder, **values)).load()
+    assert not ranks_below(os.getpid())
+
+
+def test_tensor_parallelism_needs_a_newer_torch_than_hosts_with_older_drivers_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
+    with pytest.raises(ModelFolderError, match=r"needs torch 2\.13 or newer, and torch 2\.10\.0\+cu128 is installed"):
+        GenerateEngine(settings_of(folder, tensor_parallel=2)).load()
     assert not ranks_below(os.getpid())
 
 

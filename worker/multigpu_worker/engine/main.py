@@ -13,6 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import structlog
 from multigpu import allow_pickle
 from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TRACEBACK_BYTES_MAX, end_of
 from multigpu.handlers import registered_handlers
@@ -35,6 +36,9 @@ def main() -> None:
     for fd in (sock_fd, page_fd, blobs_fd):
         os.set_inheritable(fd, False)
     channel = AgentChannel(socket.socket(fileno=sock_fd), BlobMemory(blobs_fd))
+    # Without the values of variables in tracebacks: they may be the texts of callers, or weights.
+    render = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], render])
     (_, plain, slots, sources, imports, memory_bytes, result_bytes_max), _ = next(channel.frames)
     settings = EngineSettings(**plain | {"embedding_cache": EmbeddingCacheSettings(**plain["embedding_cache"])})
     if memory_bytes:

@@ -28,6 +28,8 @@ from multigpu_worker.engines.planning.structure import read_structure
 from multigpu_worker.engines.planning.wish import PlanError
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
+# With torch 2.10, transformers' tensor parallelism fails in the first layer; versions between the two were not tried.
+TENSOR_PARALLEL_TORCH = (2, 13)
 LENGTH_BYTES = 8
 END_TIMEOUT_S = 10.0
 # What the other ranks have to know of the settings.
@@ -67,6 +69,11 @@ def check_ranks(spec: ModelSpec) -> None:
     """Raises ModelFolderError: the model can't be divided so."""
     if spec.tensor_parallel > 1 and spec.pipeline > 1:  # transformers 5.23 raises KeyError
         raise ModelFolderError("the engine torch takes tensor_parallel or pipeline; vllm takes both")
+    if spec.tensor_parallel > 1 and tuple(map(int, torch.__version__.split(".")[:2])) < TENSOR_PARALLEL_TORCH:
+        raise ModelFolderError(
+            f"tensor_parallel needs torch {'.'.join(map(str, TENSOR_PARALLEL_TORCH))} or newer, and torch "
+            f"{torch.__version__} is installed: set pipeline instead, or use engine vllm"
+        )
     structure = read_structure(spec, 4)
     try:
         if spec.pipeline > 1:
