@@ -36,8 +36,15 @@ class WorkerProcess:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     async def wait(self, timeout_s: float = 60.0) -> int:
-        async with asyncio.timeout(timeout_s * BUSY_FACTOR):
-            return await self.process.wait()
+        """If it does not end in time, its log gets its stacks and those of its engines."""
+        try:
+            async with asyncio.timeout(timeout_s * BUSY_FACTOR):
+                return await self.process.wait()
+        except TimeoutError:
+            for pid in (*self.engine_pids(), self.pid):
+                os.kill(pid, signal.SIGABRT)
+                await asyncio.sleep(1)  # it writes, or passes on what its engine has written
+            raise
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
@@ -69,7 +76,7 @@ async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
         address: str, *flags: str, pythonpath: Path | None = None, env: Mapping[str, str] | None = None
     ) -> WorkerProcess:
         log_path = tmp_path / f"worker-{len(started)}.log"
-        environment = {**os.environ, **(env or {})}
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})}
         if pythonpath is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(pythonpath), os.environ.get("PYTHONPATH")]))
         with log_path.open("wb") as log:
