@@ -42,7 +42,8 @@ class WorkerProcess:
                 return await self.process.wait()
         except TimeoutError:
             for pid in (*self.engine_pids(), self.pid):
-                os.kill(pid, signal.SIGABRT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
                 await asyncio.sleep(1)  # it writes, or passes on what its engine has written
             raise
 

@@ -78,9 +78,10 @@ def _runs_on_vllm(spec: ModelSpec) -> bool:
 
 
 def _may_be_measured(spec: ModelSpec) -> bool:
+    """Whether both engines can run the model here."""
     exportable = spec.source in EXPORTED_SOURCES and spec.precision in ("auto", "fp32") and not spec.device_map
-    installed = (importlib.util.find_spec(name) for name in ("torch", "onnxruntime", "onnxscript"))
-    return spec.kind == "embed" and exportable and all(installed)
+    libraries = ("torch", "onnxruntime", "onnxscript")
+    return spec.kind == "embed" and exportable and all(importlib.util.find_spec(name) for name in libraries)
 
 
 def engine_of(spec: ModelSpec, engine: str) -> str:

@@ -1,6 +1,7 @@
 """Which engine and precision a model runs with: as its model.toml says, else as the worker's configuration does.
 
-"auto" is resolved here only. The engine follows from the model's files. The precision is the lowest that costs almost
+What is still "auto" is resolved here; models/catalog.py has replaced it by the engine vllm, or by a trial of engines,
+where these apply. The engine follows from the model's files. The precision is the lowest that costs almost
 no accuracy and that the device computes faster than float32: bf16 or fp16 if it has tensor cores for them, else fp32.
 int8 and fp8 have to be asked for, and pass the accuracy gate (docs/precision.md).
 

@@ -121,52 +121,49 @@ class EmbedEngine:
         try:
             trial = Trial(self._spec, self._settings)
             known = trial.known()
-            facts = self._load("onnx") if known is not None and known["engine"] == "onnx" else None
+            if known is not None:
+                return self._load(known["engine"], known["trial"])
         except (ModelFolderError, MemoryError, OSError) as error:
-            facts = self._load("torch")
-            facts["trial of engines"] = self._no_trial(error)
-            return facts
-        if facts is None:
-            facts = self._load("torch")
-        if known is not None:
-            facts["trial of engines"] = known["trial"]
-            return facts
-        facts["trial of engines"] = f"under way since {time.strftime('%H:%M:%S UTC', time.gmtime())}"
+            return self._load("torch", self._no_trial(error))
+        facts = self._load("torch", f"under way since {time.strftime('%H:%M:%S UTC', time.gmtime())}")
         threading.Thread(target=self._try, args=(trial, facts), name="trial of engines", daemon=True).start()
         return facts
 
-    def _load(self, engine: str) -> dict[str, str]:
+    def _load(self, engine: str, trial: str = "") -> dict[str, str]:
+        """Load the model on an engine. `trial`: the fact about the trial of engines; empty: there is none."""
         spec = dataclasses.replace(self._spec, engine=engine)
         variant = choose(spec, self._settings)
         if self._cache is None:
             backend, facts = load_backend(spec, self._settings, variant)
             self._model = LoadedModel(backend=backend)
-            return facts
-        from multigpu_worker.repository.content import ModelContent  # noqa: PLC0415 (most workers have none)
+        else:
+            from multigpu_worker.repository.content import ModelContent  # noqa: PLC0415 (most workers have none)
 
-        content = ModelContent.read(spec.folder)
-        backend, facts = load_backend(spec, self._settings, variant)
-        content.check()
-        self._model = LoadedModel(backend=backend, content=content.digest)
+            content = ModelContent.read(spec.folder)
+            backend, facts = load_backend(spec, self._settings, variant)
+            content.check()
+            self._model = LoadedModel(backend=backend, content=content.digest)
+        if trial:
+            facts["trial of engines"] = trial
         return facts
 
     def _try(self, trial: "Trial", facts: dict[str, str]) -> None:
         """Run the trial, and load the faster engine. A batch under way keeps the back end that it began with."""
         try:
             result = trial.run()
-            if result["engine"] != "torch":
-                of_engine = self._load(result["engine"])
-                for name in facts.keys() - of_engine.keys():
-                    del facts[name]
-                facts |= of_engine
+            log.info("the engines of the model were tried", model=self._spec.id, **result)
+            if result["engine"] == "torch":
+                facts["trial of engines"] = result["trial"]
+                return
+            of_engine = self._load(result["engine"], result["trial"])
+            for name in facts.keys() - of_engine.keys():
+                del facts[name]
+            facts |= of_engine
         except (ModelFolderError, MemoryError, OSError) as error:
             facts["trial of engines"] = self._no_trial(error)
         except Exception as error:
             log.exception("the model stays on torch: the trial of its engines failed", model=self._spec.id)
             facts["trial of engines"] = f"failed: {type(error).__name__}: {error}"
-        else:
-            facts["trial of engines"] = result["trial"]
-            log.info("the engines of the model were tried", model=self._spec.id, **result)
 
     def _no_trial(self, error: Exception) -> str:
         """The fact about a trial that this error ended."""

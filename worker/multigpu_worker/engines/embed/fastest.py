@@ -23,10 +23,10 @@ from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.repository.weight_files import weights_bytes
 
 ENGINES = ("torch", "onnx")
-KIND = "fastest"
+KIND = "fastest"  # of artifact
 # 64 texts of 6 to 46 tokens, as sentences have.
 TEXTS = tuple(f"Text {number} has a few words" + " more" * (number * 7 % 41) for number in range(64))
-# The trial ends after so many rounds, or so long.
+# How many rounds the trial has at least and at most; after TRIAL_S, no further one begins.
 ROUNDS_MIN, ROUNDS_MAX, TRIAL_S = 3, 20, 4.0
 # What serves meanwhile gets nine tenths of a processor that both want.
 NICENESS = 10
@@ -87,7 +87,7 @@ class Trial:
 
 
 def measure(*, spec: dict[str, Any], threads: int, artifacts: str, artifacts_bytes_max: int) -> dict[str, str]:
-    """Run in the subprocess."""
+    """The result of a trial. Runs in the subprocess."""
     model = ModelSpec.from_plain(spec)
     settings = EngineSettings(
         device="cpu", slots=1, threads=threads, artifacts=artifacts, artifacts_bytes_max=artifacts_bytes_max
