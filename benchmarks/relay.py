@@ -29,6 +29,8 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from benchmarks.measure import cpu_seconds
 
+# As in the daemons. Must be set before gRPC opens a channel.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 FRAME = 256
 UNREAD = ("message", "engine")

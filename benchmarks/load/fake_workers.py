@@ -77,13 +77,14 @@ class FakeWorker:
         if response.lease_batches:
             self.connection.wake()
 
-    def next_frame(self) -> pb.SessionRequest | None:
+    def next_frame(self) -> bytes | None:
         if self._heartbeat_due:
             self._heartbeat_due = False
-            return wire.heartbeat(
+            beat = wire.heartbeat(
                 self.session.held(hello=False), last_frame=self._last_frame, telemetry=TELEMETRY,
                 sample_ns=time.time_ns(), draining=False,
             )  # fmt: skip
+            return beat.SerializeToString()
         if not self.session.has_unsent():
             return None
         return wire.request_of(self.session.take_frame(FRAME_BYTES_MAX, time.monotonic()))

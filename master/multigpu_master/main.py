@@ -12,6 +12,8 @@ from typing import Any
 
 # gRPC's own log writes text from peers to stderr as it is. Must be set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# gRPC's own threads for sockets, its default since 1.80, slow small messages down: see docs/dependencies.md.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 from multigpu import _extras
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import grpc
+from multigpu._transport.protobuf import Frame
 from multigpu.v1 import worker_service_pb2
 from multigpu.v1.admin_service_pb2 import WorkerRejection
 
@@ -15,12 +16,13 @@ from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.outbox import FRAME_BYTES, Outbox
 from multigpu_master.wire import payloads as payload_messages
-from multigpu_master.wire.leases import extra_bytes, fill_leases
+from multigpu_master.wire.leases import extra_bytes, lease_batch
 from multigpu_master.wire.models import fill_desired
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import set_time
 
-SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
+SessionFrame = Frame[worker_service_pb2.SessionResponse]
+SessionOutbox = Outbox[SessionFrame]
 # Estimated sizes on the wire: a lease without its payload, a lease_id, any other small message.
 LEASE_BYTES, LEASE_ID_BYTES, MESSAGE_BYTES = 40, 10, 64
 
@@ -50,7 +52,7 @@ class WorkerStreams:
 
     def open(self, session: int, process: str) -> SessionOutbox:
         """Makes the outbox of a session. `process`: the name of the worker's process, from its hello."""
-        outbox = SessionOutbox(worker_service_pb2.SessionResponse, payload_messages.Peer(self._payloads))
+        outbox = SessionOutbox(_new_frame, payload_messages.Peer(self._payloads))
         outbox.peer_name = process
         self._outboxes[session] = outbox
         return outbox
@@ -71,11 +73,11 @@ class WorkerStreams:
         self.end_reasons.pop(session, None)
 
     def _frame(self, session: int, size: int) -> worker_service_pb2.SessionResponse:
-        """The frame to which the caller adds about `size` bytes. If the session has no stream, returns a new frame that
+        """The message to which the caller adds about `size` bytes. If the session has no stream, returns a new one that
         nobody sends.
         """
         outbox = self._outboxes.get(session)
-        return outbox.frame_for(size) if outbox is not None else worker_service_pb2.SessionResponse()
+        return (outbox.frame_for(size) if outbox is not None else _new_frame()).message
 
     def reload_handlers(self, session: int) -> None:
         """Tells a worker to reload its handlers; does nothing if the session has ended."""
@@ -112,10 +114,10 @@ class WorkerStreams:
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost, by_master=True))
         # Without leases, the frame still carries its number.
-        response = outbox.frame_for(size if leases else MESSAGE_BYTES, max(1, len(leases)))
-        response.frame = number
+        frame = outbox.frame_for(size if leases else MESSAGE_BYTES, max(1, len(leases)))
+        frame.message.frame = number
         if leases:
-            fill_leases(response.lease_batches.add(), self._specs, self._proofs, leases, payloads_by_lease_id)
+            frame.parts += lease_batch(self._specs, self._proofs, leases, payloads_by_lease_id)
 
     def welcome(self, command: ev.Welcome) -> None:
         self._frame(command.session, MESSAGE_BYTES).welcome.adopted_lease_ids.extend(command.adopted)
@@ -150,3 +152,7 @@ class WorkerStreams:
             self.end_reasons[command.session] = command.reason
             code = grpc.StatusCode.ABORTED if command.taken_over else grpc.StatusCode.UNAVAILABLE
             outbox.abort(CallError(command.reason, code))
+
+
+def _new_frame() -> SessionFrame:
+    return Frame(worker_service_pb2.SessionResponse())

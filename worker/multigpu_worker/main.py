@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 # gRPC's own log would write to stderr what peers send, line ends included. Set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# gRPC's own threads for sockets, its default since 1.80, slow small messages down: see docs/dependencies.md.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 from multigpu import _extras
 

@@ -104,11 +104,11 @@ class MasterStream:
         elif response.lease_batches:
             self.dispatcher.pump()
 
-    def next_frame(self) -> pb.SessionRequest | None:
+    def next_frame(self) -> bytes | None:
         # A heartbeat that is due goes first: it must list every lease whose report has not been sent yet.
         session = self.dispatcher.session
         if session.heartbeat_due:
-            return self._heartbeat()
+            return self._heartbeat().SerializeToString()
         reports = None
         if session.has_unsent():
             reports = wire.request_of(session.take_frame(FRAME_BYTES_MAX, time.monotonic()), self.sharing.lend)

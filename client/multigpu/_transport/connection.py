@@ -140,13 +140,14 @@ class Connection:
             closing.add_done_callback(self._closing.discard)
 
     def open_run(self) -> Any:
-        """A new Run stream. It is read as pairs of RunResponse and the size of its frame."""
+        """A new Run stream. It takes serialized RunRequests, and is read as pairs of RunResponse and the size of its
+        frame.
+        """
         self.refresh()
         assert self.stub is not None
         assert self._channel is not None
         multicallable = self._channel.stream_stream(
             "/multigpu.v1.TaskService/Run",
-            request_serializer=task_service_pb2.RunRequest.SerializeToString,
             response_deserializer=_sized_response,
         )
         return multicallable(metadata=self.metadata())

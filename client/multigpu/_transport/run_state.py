@@ -14,11 +14,12 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from multigpu._transport.call import OVERHEAD_BYTES, Answer, Call
 from multigpu._transport.payload_sharing import Sharing
 from multigpu._transport.payloads import LARGE_BYTES, Directory, Reference, is_transient
+from multigpu._transport.protobuf import Frame
+from multigpu._transport.task_batch import TaskBatch
 from multigpu._transport.window import Window
 from multigpu.errors import (
     ALREADY_EXISTS,
@@ -142,14 +143,15 @@ class RunState:
         if joined:
             self._joined[first.request_id] = joined
 
-    def next_frame(self, *, report: bool = False) -> task_service_pb2.RunRequest | None:
-        """The next frame; None: there is nothing to send. `report`: also if only a pending report is there."""
-        frame = self._frame_of_withdrawals()
+    def next_frame(self, *, report: bool = False) -> bytes | None:
+        """The next serialized RunRequest; None: there is nothing to send. `report`: also if only a pending report is
+        there.
+        """
+        frame = Frame(self._frame_of_withdrawals())
+        message = frame.message
         outbox = self._outbox
         tasks = nbytes = 0
-        spec = batch = None
-        payloads: list[bytes] = []  # of the batch, as their request_ids: a batch has them after its inputs
-        request_ids: list[str] = []
+        batch = None
         while outbox and tasks < FRAME_TASKS_MAX:
             call = outbox[0]
             if call.done:
@@ -157,7 +159,7 @@ class RunState:
                 continue
             if call.follows:
                 outbox.popleft()
-                frame.follow_request_ids.append(call.request_id)
+                message.follow_request_ids.append(call.request_id)
                 call.sent = True
                 tasks += 1
                 continue
@@ -172,34 +174,21 @@ class RunState:
             if tasks and nbytes + call_bytes > FRAME_BYTES_MAX:
                 break
             outbox.popleft()
-            plain = call.own is None and place is None and not call.partials_received
-            if call.spec is not spec or batch is None or (payloads and not plain):
+            if batch is None or not batch.add(call, place):
                 if batch is not None:
-                    batch.payloads.extend(payloads)
-                    batch.request_ids.extend(request_ids)
-                    payloads, request_ids = [], []
-                spec = call.spec
-                batch = frame.batches.add()
-                batch.spec.CopyFrom(spec)
-            if plain:
-                payloads.append(call.payload)
-                request_ids.append(call.request_id)
-            elif place is not None:
-                self._add_place(batch.inputs.add, call, place)
-            else:
-                own = dict(call.own or (), request_id=call.request_id)
-                batch.inputs.add(payload=call.payload, partials_received=call.partials_received, **own)
+                    frame.parts += batch.serialized()
+                batch = TaskBatch(call.spec)
+                batch.add(call, place)
             call.sent = True
             tasks += 1
             nbytes += call_bytes
         if batch is not None:
-            batch.payloads.extend(payloads)
-            batch.request_ids.extend(request_ids)
-        if self.sharing.report_due or (self.sharing.report_pending and (tasks or report)):
-            frame.payload_key = self.sharing.pop_key()
-            frame.results_taken = self.sharing.pop_taken()
-            return frame
-        return frame if tasks or frame.cancel_request_ids else None
+            frame.parts += batch.serialized()
+        report = self.sharing.report_due or (self.sharing.report_pending and (tasks > 0 or report))
+        if report:
+            message.payload_key = self.sharing.pop_key()
+            message.results_taken = self.sharing.pop_taken()
+        return frame.serialize() if tasks or message.cancel_request_ids or report else None
 
     def _frame_of_withdrawals(self) -> task_service_pb2.RunRequest:
         frame = task_service_pb2.RunRequest(outcomes_only=True, client_id=self._client_id)
@@ -218,12 +207,6 @@ class RunState:
         if call.place is None:
             call.place = self.sharing.put(call.payload)
         return call.place
-
-    @staticmethod
-    def _add_place(add: Callable[..., Any], call: Call, place: Reference) -> None:
-        at = task_pb2.PayloadReference(segment=place.pin.name, offset=place.offset, size=place.size_bytes)
-        own = dict(call.own or (), request_id=call.request_id)
-        add(payload_place=at, partials_received=call.partials_received, **own)
 
     @property
     def waits_for_offer(self) -> bool:

@@ -92,8 +92,8 @@ class LocalStream:
     async def initial_metadata(self) -> tuple[()]:
         return ()
 
-    async def write(self, frame: task_service_pb2.RunRequest) -> None:
-        self._master.receive(frame, self._send)
+    async def write(self, frame: bytes) -> None:
+        self._master.receive(task_service_pb2.RunRequest.FromString(frame), self._send)
 
     async def read(self) -> Any:
         while not (self._responses or self._cancelled):

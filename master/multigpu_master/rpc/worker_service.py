@@ -32,7 +32,7 @@ from multigpu_master.wire.leases import held_leases, partial_outputs, reports_of
 from multigpu_master.wire.times import duration, seconds_of, timestamp
 from multigpu_master.wire.validation import NAME_BYTES_MAX
 from multigpu_master.wire.workers import heartbeat, worker_info
-from multigpu_master.worker_streams import SessionOutbox
+from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 
 PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
@@ -103,7 +103,7 @@ class WorkerService:
         token_id = caller.token_id if caller is not None else ""
         session = next(self._sessions)
         outbox = self._driver.workers.open(session, hello.process)
-        self._fill_welcome(outbox.frame_for(256).welcome, session)
+        self._fill_welcome(outbox.frame_for(256).message.welcome, session)
         try:
             held = held_leases(hello, self._driver.proofs)
             ids_end = self._driver.incarnations.ids_end(hello.incarnation)
@@ -122,11 +122,11 @@ class WorkerService:
             last = 0
             unsent_max = UNSENT_BYTES + min(2 * info.window_bytes, UNSENT_WINDOWS_BYTES_MAX)
 
-            def serialize(frame: worker_service_pb2.SessionResponse) -> bytes:
+            def serialize(frame: SessionFrame) -> bytes:
                 """A frame without leases repeats the number of the last frame with leases."""
                 nonlocal last
-                last = frame.frame = max(last, frame.frame)
-                return frame.SerializeToString()
+                last = frame.message.frame = max(last, frame.message.frame)
+                return frame.serialize()
 
             await serve_stream(context, outbox, on_message, serialize)
         finally:
@@ -182,7 +182,8 @@ class SessionReader:
         # may come late.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
-            self._results_acknowledged = self._outbox.frame_for(16).results_taken = self._results_taken
+            self._results_acknowledged = self._results_taken
+            self._outbox.frame_for(16).message.results_taken = self._results_taken
         if frame.HasField("heartbeat"):
             check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)
             handle(heartbeat(frame.heartbeat, session))

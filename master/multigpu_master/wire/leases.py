@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from multigpu._transport.payloads import Reference
+from multigpu._transport.protobuf import column, field
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -21,16 +22,20 @@ NOTE_CHARS_MAX = 1 << 10
 CHECKPOINT_BYTES_MAX, RESENT_PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
 
 
-def fill_leases(
-    batch: worker_service_pb2.LeaseBatch,
+_BATCHES = worker_service_pb2.SessionResponse.LEASE_BATCHES_FIELD_NUMBER
+_PAYLOADS = worker_service_pb2.LeaseBatch.PAYLOADS_FIELD_NUMBER
+
+
+def lease_batch(
     specs: SpecReader,
     proofs: LeaseProofs,
     leases: Sequence[Lease],
     payloads_by_lease_id: dict[int, bytes] | None = None,
-) -> None:
-    """Fills a LeaseBatch with leases of one spec and worker. `payloads_by_lease_id`: large payloads to send as bytes;
-    other large payloads are sent as references. None: no payload is large.
+) -> list[bytes]:
+    """Returns a LeaseBatch with leases of one spec and worker, as parts of a frame. `payloads_by_lease_id`: large
+    payloads to send as bytes; other large payloads are sent as references. None: no payload is large.
     """
+    batch = worker_service_pb2.LeaseBatch()
     tasks = [lease.task for lease in leases]
     batch.spec.CopyFrom(specs.message(tasks[0].spec))
     batch.lease_ids.extend([lease.lease_id for lease in leases])
@@ -54,8 +59,10 @@ def fill_leases(
             message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)
             message.gang.store_address = gang.leases[0].worker.info.store_address
             message.gang.run_id = gang.leases[0].lease_id
-    if payloads_by_lease_id is not None:
-        payload_messages.fill_payloads(batch, leases, payloads_by_lease_id)
+    if payloads_by_lease_id is None:
+        return field(_BATCHES, batch.SerializeToString())
+    payloads = payload_messages.lease_payloads(batch, leases, payloads_by_lease_id)
+    return field(_BATCHES, batch.SerializeToString(), *column(_PAYLOADS, payloads))
 
 
 def extra_bytes(extra: Extra) -> int:

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
+from multigpu._transport.protobuf import Frame, tag, varint
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core.model import Attempt, Outcome, Task, TaskError
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.wire import payloads as payload_messages
-from multigpu_master.wire.protobuf import tag, varint
 from multigpu_master.wire.times import set_time
 from multigpu_master.wire.validation import MESSAGE_CHARS_MAX
 
@@ -99,26 +99,22 @@ def fill_attempts(messages: Any, attempts: Iterable[Attempt]) -> None:
         set_time(message.end_time, attempt.end_s)
 
 
-class RunFrame:
-    """A RunResponse under construction. Its outcomes are already serialized and are appended as they are."""
+class RunFrame(Frame[task_service_pb2.RunResponse]):
+    """A RunResponse under construction. Its outcomes are already serialized."""
 
-    __slots__ = ("message", "outcomes")
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self.message = task_service_pb2.RunResponse()
-        self.outcomes: list[bytes] = []
+        super().__init__(task_service_pb2.RunResponse())
 
     def add_outcome(self, body: bytes) -> None:
         size = len(body)
-        self.outcomes += (_OUTCOMES_HEADS[size] if size < HEADS_MAX else _OUTCOMES_TAG + varint(size), body)
+        self.parts += (_OUTCOMES_HEADS[size] if size < HEADS_MAX else _OUTCOMES_TAG + varint(size), body)
 
     def add_large_outcome(self, body: LargeBody) -> None:
         """Raises OSError if the result can no longer be read."""
         tail = body.tail if isinstance(body.tail, bytes) else body.tail.read()
-        self.outcomes += (_OUTCOMES_TAG + varint(len(body)), body.head, tail)
-
-    def serialize(self) -> bytes:
-        return b"".join((self.message.SerializeToString(), *self.outcomes))
+        self.parts += (_OUTCOMES_TAG + varint(len(body)), body.head, tail)
 
 
 def fill_error(message: task_pb2.TaskError, error: TaskError) -> None:

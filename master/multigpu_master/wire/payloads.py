@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence, Sized
 
 from multigpu._transport.payloads import LARGE_BYTES, Reference, is_transient
+from multigpu._transport.protobuf import tag, varint
 from multigpu.v1 import task_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -11,7 +12,6 @@ from multigpu_master.core.model import Lease, TaskError
 from multigpu_master.core.workers.sessions import PAYLOAD_NOT_READABLE
 from multigpu_master.journal.payload_files import BadReferenceError, Payloads
 from multigpu_master.journal.protocol import LargeBody
-from multigpu_master.wire.protobuf import tag, varint
 
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_PLACE_TAG = tag(task_pb2.Outcome.RESULT_PLACE_FIELD_NUMBER)
@@ -121,19 +121,25 @@ def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dic
     return kept, read, failures
 
 
-def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]) -> None:
-    """Fills a LeaseBatch's payloads; large ones not in `read` become references. The extras must be filled already."""
+def lease_payloads(
+    batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]
+) -> list[bytes]:
+    """Returns the leases' payloads. Large ones not in `read` are empty, and the batch gets references to them. The
+    extras must be filled already.
+    """
+    payloads: list[bytes] = []
     extras = {extra.index: extra for extra in batch.extras}
     for index, lease in enumerate(leases):
         payload = lease.task.payload
         if isinstance(payload, bytes):
-            batch.payloads.append(payload)
+            payloads.append(payload)
             continue
         assert isinstance(payload, Reference)
-        batch.payloads.append(read.get(lease.lease_id, b""))
+        payloads.append(read.get(lease.lease_id, b""))
         if lease.lease_id not in read:
             at = (extras.get(index) or batch.extras.add(index=index)).payload_place
             at.segment, at.offset, at.size = payload.pin.name, payload.offset, payload.size_bytes
+    return payloads
 
 
 def take_results(

@@ -3,6 +3,7 @@
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu._transport.call import Answer, Call
@@ -37,9 +38,13 @@ def started(state: RunState, window: Window, *calls: Call) -> None:
     state.start(calls)
 
 
-def ids(frame: task_service_pb2.RunRequest | None) -> list[str]:
+def parsed(frame: bytes | None) -> task_service_pb2.RunRequest:
     assert frame is not None
-    return [task.request_id for batch in frame.batches for task in inputs_of(batch)]
+    return task_service_pb2.RunRequest.FromString(frame)
+
+
+def ids(frame: bytes | None) -> list[str]:
+    return [task.request_id for batch in parsed(frame).batches for task in inputs_of(batch)]
 
 
 def succeeded(*request_ids: str) -> task_service_pb2.RunResponse:
@@ -59,10 +64,23 @@ def state(window: Window) -> RunState:
 
 def test_a_frame_groups_neighbours_of_one_spec(state: RunState, window: Window) -> None:
     started(state, window, *(Recorded(b"", str(i), SPECS[i // 3 % 2]) for i in range(9)))
-    frame = state.next_frame()
-    assert frame is not None
+    frame = parsed(state.next_frame())
     assert [(batch.spec.kind, len(inputs_of(batch))) for batch in frame.batches] == [("a", 3), ("b", 3), ("a", 3)]
     assert state.next_frame() is None
+
+
+def test_tasks_keep_their_order_and_fields_whatever_their_size(state: RunState, window: Window) -> None:
+    own: dict[str, Any] = {"units": 3, "partition_key": "k"}
+    sizes = [(10, None), (200_000, None), (10, own), (200_000, own), (11, own), (12, None), (0, own)]
+    calls = [Recorded(bytes([n]) * size, f"{n}", SPECS[0]) for n, (size, _) in enumerate(sizes)]
+    for call, (_, fields) in zip(calls, sizes, strict=True):
+        call.own = fields
+    state.offered(None)
+    started(state, window, *calls)
+    tasks = [task for batch in parsed(state.next_frame()).batches for task in inputs_of(batch)]
+    assert [(task.request_id, task.payload, task.units, task.partition_key) for task in tasks] == [
+        (call.request_id, call.payload, 3 if call.own else 0, "k" if call.own else "") for call in calls
+    ]
 
 
 def test_frames_are_bounded(state: RunState, window: Window) -> None:
@@ -113,8 +131,7 @@ def test_a_new_stream_sends_the_number_of_partial_outputs_received(state: RunSta
         state.receive(response, 10)
     assert call.parts == [b"0", b"1"]
     state.stream_opened()
-    frame = state.next_frame()
-    assert frame is not None
+    frame = parsed(state.next_frame())
     assert frame.batches[0].inputs[0].partials_received == 2
 
 
@@ -131,8 +148,7 @@ def test_each_follower_of_a_task_has_all_partial_outputs(state: RunState, window
 
     def follow(call: Follower) -> None:
         started(state, window, call)
-        frame = state.next_frame()
-        assert frame is not None
+        frame = parsed(state.next_frame())
         assert frame.follow_request_ids == ["a"]
 
     follow(first)
@@ -142,8 +158,7 @@ def test_each_follower_of_a_task_has_all_partial_outputs(state: RunState, window
     assert first.parts == second.parts == [b"0", b"1", b"2"]
     follow(third)
     state.withdraw(first)
-    frame = state.next_frame()  # the second takes its place
-    assert frame is not None
+    frame = parsed(state.next_frame())  # the second takes its place
     assert frame.follow_request_ids == ["a"]
     assert not frame.cancel_request_ids
     receive(0, 4)
@@ -211,8 +226,7 @@ def test_the_rejection_of_a_task_concerns_no_follower(state: RunState, window: W
     started(state, window, twin, follower)
     state.receive(rejected("a", ALREADY_EXISTS), 1)
     assert [len(call.answers) for call in (run, twin, follower)] == [1, 1, 0]
-    frame = state.next_frame()
-    assert frame is not None
+    frame = parsed(state.next_frame())
     assert set(frame.follow_request_ids) == {"a"}
     state.receive(succeeded("a"), 1)
     assert [isinstance(answer, Outcome) for answer in follower.answers] == [True]
@@ -237,16 +251,15 @@ def test_a_large_payload_after_a_small_one_waits_for_the_offer_of_its_stream(
     state.stream_opened()
     state.offered(Directory(tmp_path, b"the first master"))
     started(state, window, small, large, last)
-    frame = state.next_frame()
-    assert frame is not None
+    frame = parsed(state.next_frame())
     assert [bool(task.payload_place.segment) for batch in frame.batches for task in inputs_of(batch)] == [0, 1, 0]
     state.stream_opened()
     assert ids(state.next_frame()) == ["small"]  # the master may have another directory by now, or none
     assert state.waits_for_offer
     state.offered(None)
-    frame = state.next_frame()
-    assert frame is not None
-    assert ids(frame) == ["large", "last"]
+    data = state.next_frame()
+    assert ids(data) == ["large", "last"]
+    frame = parsed(data)
     assert not frame.batches[0].inputs
     assert frame.batches[0].payloads[0] == large.payload
 
@@ -276,11 +289,12 @@ class Model:
         self.attached.remove(request_id)
         self.withdrawn.append(request_id)
 
-    def take(self, frame: task_service_pb2.RunRequest) -> None:
+    def take(self, data: bytes) -> None:
+        frame = parsed(data)
         if frame.payload_key:
             assert frame.payload_key == self.key
             self.shown = True
-        self.attached += ids(frame)
+        self.attached += ids(data)
         for task in (task for batch in frame.batches for task in inputs_of(batch)):
             payload, at = task.payload, task.payload_place
             if task.HasField("payload_place"):

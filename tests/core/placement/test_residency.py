@@ -349,12 +349,16 @@ def test_a_new_attempt_gets_the_outputs_of_the_last_one() -> None:
     stage = Models()
     stage.offer()
     lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
-    batch = worker_service_pb2.LeaseBatch()
-    wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
+
+    def sent() -> worker_service_pb2.LeaseBatch:
+        parts = wire_leases.lease_batch(wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
+        (batch,) = worker_service_pb2.SessionResponse.FromString(b"".join(parts)).lease_batches
+        return batch
+
+    batch = sent()
     assert list(batch.extras[0].partials) == [b"one", b"two"]
     task.ensure_extra().partials_bytes = wire_leases.RESENT_PARTIALS_BYTES_MAX + 1
-    batch.Clear()
-    wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
+    batch = sent()
     assert not batch.extras[0].partials
     assert batch.extras[0].partials_received == 2
 

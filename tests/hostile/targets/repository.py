@@ -102,9 +102,10 @@ class Worker:
         info = workers.worker_info(hello)
         await agent.loader.put(catalog_of(config, device))
         agent.loader.changed = True
-        frame = agent.stream.next_frame() if agent.dispatcher.session.heartbeat_due else agent.stream._heartbeat()
+        due = agent.dispatcher.session.heartbeat_due
+        frame = agent.stream.next_frame() if due else agent.stream._heartbeat().SerializeToString()
         assert frame is not None
-        event = workers.heartbeat(pb.SessionRequest.FromString(frame.SerializeToString()).heartbeat, 1)
+        event = workers.heartbeat(pb.SessionRequest.FromString(frame).heartbeat, 1)
         assert event.catalog is not None
         if event.catalog.capabilities != info.capabilities:
             raise Crash("a heartbeat offers other models than the hello before it")

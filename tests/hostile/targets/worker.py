@@ -84,9 +84,8 @@ class LocalAgent:
             except wire.BadFrameError:
                 break  # the link ends the stream
             for _ in range(100):
-                if (answer := stream.next_frame()) is None:
+                if stream.next_frame() is None:
                     break
-                answer.SerializeToString()
             else:
                 raise Crash("the worker sends frames without end")
         if not 0.01 <= stream.heartbeat_s <= 60.0:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from multigpu._transport.payloads import Reference, Segment
+from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.composition import RESULT_BYTES_MAX
 from multigpu_worker.session.lease import Lease, Spec
 from multigpu_worker.session.master_connection import MESSAGE_BYTES_MAX
@@ -255,9 +256,10 @@ def test_a_checkpoint_that_does_not_fit_beside_a_partial_output_goes_with_the_he
     (lease,) = grant(session, 1)
     session.save(lease, bytes(1 << 20))
     session.partial(lease, bytes(RESULT_BYTES_MAX))
-    request = request_of(frame(session))
+    sent = request_of(frame(session))
+    request = pb.SessionRequest.FromString(sent)
     assert [len(partial.data) for partial in request.partials] == [RESULT_BYTES_MAX]
-    assert request.ByteSize() <= MESSAGE_BYTES_MAX
+    assert len(sent) <= MESSAGE_BYTES_MAX
     assert [entry.checkpoint for entry in session.held(hello=False)] == [bytes(1 << 20)]
 
 
@@ -269,7 +271,7 @@ def test_a_result_whose_file_cannot_be_read_fails_its_attempt_and_no_other(sessi
     leases = grant(session, 1, 2, 3)
     both = zip(leases, results, strict=True)
     session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, result) for lease, result in both])
-    one, two = request_of(frame(session)).report_batches
+    one, two = pb.SessionRequest.FromString(request_of(frame(session))).report_batches
     assert dict(zip(one.succeeded_lease_ids, one.results, strict=True)) == {1: b"small", 2: b"whole"}
     (report,) = two.reports
     assert (report.lease_id, report.error.type, report.error.retryable) == (3, "ResultLost", True)

@@ -20,12 +20,12 @@ from multigpu._transport.connection import unavailable
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import ConfigError
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu.v1.worker_service_pb2_grpc import WorkerServiceStub
 
 from multigpu_worker.session.wire import BadFrameError
 
 log = structlog.get_logger()
 
+METHOD = "/multigpu.v1.WorkerService/Session"
 MESSAGE_BYTES_MAX = 64 << 20
 # The delay before a reconnect is random, between 0 and a bound that doubles from RECONNECT_MIN_S to RECONNECT_MAX_S.
 RECONNECT_MIN_S = 0.05
@@ -54,10 +54,6 @@ OPTIONS = [
 ]
 
 
-# The generated service stubs have no types.
-_stub: Any = WorkerServiceStub
-
-
 class ProtocolMismatchError(Exception):
     """The master speaks another version of the protocol; the message says which side to upgrade."""
 
@@ -76,7 +72,7 @@ class StreamHandler(Protocol):
     def hello(self) -> pb.SessionRequest: ...
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None: ...
     def received(self, response: pb.SessionResponse) -> None: ...
-    def next_frame(self) -> pb.SessionRequest | None: ...
+    def next_frame(self) -> bytes | None: ...
     def disconnected(self, reason: str) -> None: ...
 
 
@@ -110,7 +106,8 @@ class MasterConnection:
             try:
                 metadata = self._credentials.metadata(self.address)
                 async with self._credentials.channel(self.address, OPTIONS, grpc.aio) as channel:
-                    call = _stub(channel).Session(metadata=metadata)
+                    session = channel.stream_stream(METHOD, response_deserializer=pb.SessionResponse.FromString)
+                    call = session(metadata=metadata)
                     welcome = await self._open(call)
                     welcomed = met = True
                     self._handler.connected(welcome, await call.initial_metadata())
@@ -157,7 +154,7 @@ class MasterConnection:
     async def _open(self, call: Any) -> pb.SessionResponse:
         """Send the hello and wait for the welcome."""
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
-            await call.write(self._handler.hello())
+            await call.write(self._handler.hello().SerializeToString())
             response = await call.read()
         if response is grpc.aio.EOF:
             await _raise_status(call)

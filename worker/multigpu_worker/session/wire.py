@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu._ranks import RANK, RUN_ID, STORE, WORLD_SIZE
-from multigpu._transport.payloads import Elsewhere, Reference
+from multigpu._transport.payloads import LARGE_BYTES, Elsewhere, Reference
+from multigpu._transport.protobuf import column, field
 from multigpu.v1 import device_pb2, model_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
@@ -20,6 +21,8 @@ from multigpu_worker.session.session import Frame, Held, Report, Reports, Report
 from multigpu_worker.session.store_address import StoreAddress
 
 PROTOCOL_VERSION = 2
+_REPORT_BATCHES = pb.SessionRequest.REPORT_BATCHES_FIELD_NUMBER
+_RESULTS = pb.ReportBatch.RESULTS_FIELD_NUMBER
 
 
 class BadFrameError(Exception):
@@ -218,10 +221,11 @@ def _never(_reference: Reference) -> bool:
     return False
 
 
-def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.SessionRequest:
-    """`lend`: whether a result may be sent as a reference. If so, it keeps the result for the master."""
-    return pb.SessionRequest(
-        report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lend)],
+def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> bytes:
+    """A serialized SessionRequest. `lend`: whether a result may be sent as a reference. If so, it keeps the result for
+    the master.
+    """
+    request = pb.SessionRequest(
         partials=[
             pb.PartialOutput(
                 lease_id=p.lease.lease_id,
@@ -233,25 +237,30 @@ def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.S
             for p in frame.partials
         ],
     )
+    batches = [part for reports in frame.reports for part in _report_batches(reports, lend)]
+    return b"".join((request.SerializeToString(), *batches))
 
 
-def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
-    """One batch for each content type of results, and one for failed and returned leases."""
+def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[bytes]:
+    """A batch for each content type of results, and one for failed and returned leases, as parts of a frame."""
     contents = _read_files(reports.reports, lend)
-    batches = []
+    batches: list[bytes] = []
     for content_type in {report.content_type for report in reports.reports if report.error is None}:
         succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
         batch = _report_batch(reports, succeeded)
         batch.content_type = content_type
         batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
-        batch.results.extend([_result(batch, n, report, contents) for n, report in enumerate(succeeded)])
+        results = [_result(batch, n, report, contents) for n, report in enumerate(succeeded)]
         if (energy := reports.usage.energy) is not None:
             _fill_energy(batch, succeeded, energy)
-        batches.append(batch)
+        large = any(len(result) >= LARGE_BYTES for result in results)
+        if not large:
+            batch.results.extend(results)
+        batches += field(_REPORT_BATCHES, batch.SerializeToString(), *(column(_RESULTS, results) if large else ()))
     if failed := [report for report in reports.reports if report.error is not None]:
         batch = _report_batch(reports, failed)
         batch.reports.extend(map(_failure, failed))
-        batches.append(batch)
+        batches += field(_REPORT_BATCHES, batch.SerializeToString())
     return batches
 
 
