@@ -15,6 +15,14 @@ def test_a_part_that_was_cut_before_leaves_no_second_mark(before: int) -> None:
     assert {*log.removeprefix(CUT).splitlines(keepends=True)} == {LINE}
 
 
+def test_of_a_last_line_that_is_too_long_the_end_is_kept() -> None:
+    """The whole log was lost."""
+    log = last_lines(LINE + "x" * 2 * LOG_CHARS_MAX + "the end\n")
+    assert log.startswith(CUT + "x")
+    assert log.endswith("the end\n")
+    assert len(log) == LOG_CHARS_MAX
+
+
 def test_a_short_log_is_kept_whole() -> None:
     assert last_lines(LINE * 3) == LINE * 3
 

@@ -39,7 +39,7 @@ def test_pickles_are_read_where_both_sides_allow_it(tmp_path: Path) -> None:
         with fleet.client() as client:
             with pytest.raises(multigpu.TaskFailed, match=r"BadInput: .* it is a pickle, which can run any code"):
                 client.run("double", Fraction(1, 2))
-            with pytest.raises(multigpu.TaskFailed, match="WrongResultType: the handler gave a Fraction"):
+            with pytest.raises(multigpu.TaskFailed, match="WrongResultType: the handler gave a value of type Fraction"):
                 client.run("pair", 1)
             fleet.start_worker("w1", "--allow-pickle")
             fleet.wait_for_workers("w1")

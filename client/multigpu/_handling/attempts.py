@@ -99,9 +99,12 @@ def end_of(text: str, bytes_max: int) -> str:
 
 
 def last_lines(text: str) -> str:
-    """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if lines are missing."""
+    """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if lines are missing. A last line that is
+    longer is cut at its begin.
+    """
     if len(text) <= LOG_CHARS_MAX:
         return text
     kept = text[len(CUT) - LOG_CHARS_MAX :]
+    lines = kept[kept.find("\n") + 1 :]
     # A part that was cut before it was added begins with CUT.
-    return CUT + kept[kept.find("\n") + 1 :].removeprefix(CUT)
+    return CUT + (lines or kept).removeprefix(CUT)

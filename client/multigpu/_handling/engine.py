@@ -371,8 +371,8 @@ def _encode(value: Any) -> tuple[bytes, str]:
         return encode(value)
     except ValueError as error:
         raise WrongResultTypeError(
-            f"the handler gave a {type(value).__name__}, which can't be sent ({error}); return bytes, None, a JSON "
-            "value, or what is made of these and NumPy arrays"
+            f"the handler gave a value of type {type(value).__name__}, which can't be sent ({error}); return bytes, "
+            "None, a JSON value, or what is made of these and NumPy arrays"
         ) from error
 
 

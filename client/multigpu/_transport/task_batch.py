@@ -1,8 +1,8 @@
 """A batch of tasks in a frame of the Run stream."""
 
 from multigpu._transport.call import Call
-from multigpu._transport.payloads import LARGE_BYTES, Reference
-from multigpu._transport.protobuf import column, field
+from multigpu._transport.payloads import Reference
+from multigpu._transport.protobuf import add_bytes, field
 from multigpu.v1 import task_pb2, task_service_pb2
 
 _BATCHES = task_service_pb2.RunRequest.BATCHES_FIELD_NUMBER
@@ -35,20 +35,19 @@ class TaskBatch:
         if self._payloads:
             return False
         own = dict(call.own or (), request_id=call.request_id, partials_received=call.partials_received)
-        if place is not None:
-            at = task_pb2.PayloadReference(segment=place.pin.name, offset=place.offset, size=place.size_bytes)
-            given, payload = task_pb2.TaskInput(payload_place=at, **own), b""
+        payload: list[bytes] = []
+        if place is None:
+            payload = field(_PAYLOAD, call.payload)
         else:
-            given, payload = task_pb2.TaskInput(**own), call.payload
-        self._inputs += field(_INPUTS, given.SerializeToString(), *field(_PAYLOAD, payload))
+            own["payload_place"] = task_pb2.PayloadReference(
+                segment=place.pin.name, offset=place.offset, size=place.size_bytes
+            )
+        self._inputs += field(_INPUTS, task_pb2.TaskInput(**own).SerializeToString(), *payload)
         return True
 
     def serialized(self) -> list[bytes]:
         """The batch as a field of a RunRequest."""
-        message, payloads = self._message, list[bytes]()
+        message = self._message
         message.request_ids.extend(self._request_ids)
-        if any(len(payload) >= LARGE_BYTES for payload in self._payloads):
-            payloads = column(_PAYLOADS, self._payloads)
-        else:
-            message.payloads.extend(self._payloads)
+        payloads = add_bytes(message.payloads, _PAYLOADS, self._payloads)
         return field(_BATCHES, message.SerializeToString(), *self._inputs, *payloads)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from multigpu._transport.payloads import Reference
-from multigpu._transport.protobuf import column, field
+from multigpu._transport.protobuf import add_bytes, field
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -59,10 +59,11 @@ def lease_batch(
             message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)
             message.gang.store_address = gang.leases[0].worker.info.store_address
             message.gang.run_id = gang.leases[0].lease_id
-    if payloads_by_lease_id is None:
-        return field(_BATCHES, batch.SerializeToString())
-    payloads = payload_messages.lease_payloads(batch, leases, payloads_by_lease_id)
-    return field(_BATCHES, batch.SerializeToString(), *column(_PAYLOADS, payloads))
+    large: list[bytes] = []
+    if payloads_by_lease_id is not None:
+        payloads = payload_messages.lease_payloads(batch, leases, payloads_by_lease_id)
+        large = add_bytes(batch.payloads, _PAYLOADS, payloads)
+    return field(_BATCHES, batch.SerializeToString(), *large)
 
 
 def extra_bytes(extra: Extra) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu._ranks import RANK, RUN_ID, STORE, WORLD_SIZE
-from multigpu._transport.payloads import LARGE_BYTES, Elsewhere, Reference
-from multigpu._transport.protobuf import column, field
+from multigpu._transport.payloads import Elsewhere, Reference
+from multigpu._transport.protobuf import add_bytes, field
 from multigpu.v1 import device_pb2, model_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
@@ -253,10 +253,8 @@ def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list
         results = [_result(batch, n, report, contents) for n, report in enumerate(succeeded)]
         if (energy := reports.usage.energy) is not None:
             _fill_energy(batch, succeeded, energy)
-        large = any(len(result) >= LARGE_BYTES for result in results)
-        if not large:
-            batch.results.extend(results)
-        batches += field(_REPORT_BATCHES, batch.SerializeToString(), *(column(_RESULTS, results) if large else ()))
+        large = add_bytes(batch.results, _RESULTS, results)
+        batches += field(_REPORT_BATCHES, batch.SerializeToString(), *large)
     if failed := [report for report in reports.reports if report.error is not None]:
         batch = _report_batch(reports, failed)
         batch.reports.extend(map(_failure, failed))
