@@ -72,7 +72,7 @@ class WorkerStreams:
             self._handle(ev.SessionClosed(session))
         self.end_reasons.pop(session, None)
 
-    def _frame(self, session: int, size: int) -> worker_service_pb2.SessionResponse:
+    def _message(self, session: int, size: int) -> worker_service_pb2.SessionResponse:
         """The message to which the caller adds about `size` bytes. If the session has no stream, returns a new one that
         nobody sends.
         """
@@ -81,7 +81,7 @@ class WorkerStreams:
 
     def reload_handlers(self, session: int) -> None:
         """Tells a worker to reload its handlers; does nothing if the session has ended."""
-        self._frame(session, MESSAGE_BYTES).reload_handlers = True
+        self._message(session, MESSAGE_BYTES).reload_handlers = True
 
     def dispatch(self, command: ev.Dispatch) -> None:
         """Sends leases, in parts of one spec and at most FRAME_BYTES, or of one larger lease."""
@@ -120,19 +120,19 @@ class WorkerStreams:
             frame.parts += lease_batch(self._specs, self._proofs, leases, payloads_by_lease_id)
 
     def welcome(self, command: ev.Welcome) -> None:
-        self._frame(command.session, MESSAGE_BYTES).welcome.adopted_lease_ids.extend(command.adopted)
+        self._message(command.session, MESSAGE_BYTES).welcome.adopted_lease_ids.extend(command.adopted)
 
     def revoke(self, command: ev.Revoke) -> None:
         for lease_id in command.lease_ids:
-            self._frame(command.session, MESSAGE_BYTES).revocations.add(lease_id=lease_id, reason=command.reason)
+            self._message(command.session, MESSAGE_BYTES).revocations.add(lease_id=lease_id, reason=command.reason)
 
     def recall(self, command: ev.Recall) -> None:
-        frame = self._frame(command.session, LEASE_ID_BYTES * len(command.lease_ids))
-        frame.recalled_lease_ids.extend(command.lease_ids)
+        message = self._message(command.session, LEASE_ID_BYTES * len(command.lease_ids))
+        message.recalled_lease_ids.extend(command.lease_ids)
 
     def desire(self, command: ev.Desire) -> None:
         """Sends the state that the worker should have: its mode, the checks of its device, and its models."""
-        desired = self._frame(command.session, MESSAGE_BYTES).desired
+        desired = self._message(command.session, MESSAGE_BYTES).desired
         desired.Clear()  # the frame may have an earlier state
         if command.draining:
             desired.mode = worker_service_pb2.WORKER_MODE_DRAINING

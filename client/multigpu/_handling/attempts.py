@@ -99,8 +99,8 @@ def end_of(text: str, bytes_max: int) -> str:
 
 
 def last_lines(text: str) -> str:
-    """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if lines are missing. A last line that is
-    longer is cut at its begin.
+    """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if something is missing. Of a longer last
+    line, the end.
     """
     if len(text) <= LOG_CHARS_MAX:
         return text

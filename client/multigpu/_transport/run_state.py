@@ -184,11 +184,12 @@ class RunState:
             nbytes += call_bytes
         if batch is not None:
             frame.parts += batch.serialized()
-        report = self.sharing.report_due or (self.sharing.report_pending and (tasks > 0 or report))
-        if report:
+        if self.sharing.report_due or (self.sharing.report_pending and (tasks or report)):
             message.payload_key = self.sharing.pop_key()
             message.results_taken = self.sharing.pop_taken()
-        return frame.serialize() if tasks or message.cancel_request_ids or report else None
+        elif not tasks and not message.cancel_request_ids:
+            return None
+        return frame.serialize()
 
     def _frame_of_withdrawals(self) -> task_service_pb2.RunRequest:
         frame = task_service_pb2.RunRequest(outcomes_only=True, client_id=self._client_id)

@@ -1,7 +1,7 @@
 """A batch of tasks in a frame of the Run stream."""
 
 from multigpu._transport.call import Call
-from multigpu._transport.payloads import Reference
+from multigpu._transport.payloads import LARGE_BYTES, Reference
 from multigpu._transport.protobuf import add_bytes, field
 from multigpu.v1 import task_pb2, task_service_pb2
 
@@ -12,13 +12,15 @@ _PAYLOAD = task_pb2.TaskInput.PAYLOAD_FIELD_NUMBER
 
 
 class TaskBatch:
-    """Tasks of one spec. Those that consist of a request_id and a payload follow the others, as two columns."""
+    """Tasks of one spec, in the order of the wire: inputs; inputs with large payloads, serialized; and, as two columns,
+    tasks that consist of a request_id and a payload.
+    """
 
     def __init__(self, spec: task_pb2.TaskSpec) -> None:
         self._spec = spec
         self._message = task_pb2.TaskBatch()
         self._message.spec.CopyFrom(spec)
-        self._inputs: list[bytes] = []
+        self._large_inputs: list[bytes] = []
         self._request_ids: list[str] = []
         self._payloads: list[bytes] = []
 
@@ -32,17 +34,18 @@ class TaskBatch:
             self._request_ids.append(call.request_id)
             self._payloads.append(call.payload)
             return True
-        if self._payloads:
+        large = place is None and len(call.payload) >= LARGE_BYTES
+        if self._payloads or (self._large_inputs and not large):
             return False
         own = dict(call.own or (), request_id=call.request_id, partials_received=call.partials_received)
-        payload: list[bytes] = []
-        if place is None:
-            payload = field(_PAYLOAD, call.payload)
+        if large:
+            given = task_pb2.TaskInput(**own).SerializeToString()
+            self._large_inputs += field(_INPUTS, given, *field(_PAYLOAD, call.payload))
+        elif place is None:
+            self._message.inputs.add(payload=call.payload, **own)
         else:
-            own["payload_place"] = task_pb2.PayloadReference(
-                segment=place.pin.name, offset=place.offset, size=place.size_bytes
-            )
-        self._inputs += field(_INPUTS, task_pb2.TaskInput(**own).SerializeToString(), *payload)
+            at = task_pb2.PayloadReference(segment=place.pin.name, offset=place.offset, size=place.size_bytes)
+            self._message.inputs.add(payload_place=at, **own)
         return True
 
     def serialized(self) -> list[bytes]:
@@ -50,4 +53,4 @@ class TaskBatch:
         message = self._message
         message.request_ids.extend(self._request_ids)
         payloads = add_bytes(message.payloads, _PAYLOADS, self._payloads)
-        return field(_BATCHES, message.SerializeToString(), *self._inputs, *payloads)
+        return field(_BATCHES, message.SerializeToString(), *self._large_inputs, *payloads)

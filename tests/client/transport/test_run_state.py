@@ -264,6 +264,24 @@ def test_a_large_payload_after_a_small_one_waits_for_the_offer_of_its_stream(
     assert frame.batches[0].payloads[0] == large.payload
 
 
+def test_a_result_that_was_taken_is_reported_alone_only_when_asked(
+    state: RunState, window: Window, tmp_path: Path
+) -> None:
+    (tmp_path / "segment").write_bytes(b"result")
+    state.offered(Directory(tmp_path, b"the key"))
+    call = Recorded(b"", "x")
+    started(state, window, call)
+    state.next_frame()
+    response = succeeded("x")
+    place = response.outcomes[0].result_place
+    place.segment, place.size = "segment", 6
+    state.receive(response, 10)
+    assert state.next_frame() is None
+    frame = parsed(state.next_frame(report=True))
+    assert (frame.results_taken, frame.payload_key) == (1, b"")
+    assert state.next_frame(report=True) is None
+
+
 class Model:
     """A model of a master: it knows tasks by request_id, settles each once, answers on the live stream only, and
     takes references only on a stream that has shown the key of its present life.
