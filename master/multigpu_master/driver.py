@@ -36,7 +36,7 @@ from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.tasks import fill_rejection
 from multigpu_master.worker_streams import WorkerStreams
-from multigpu_master.write_buffer import DURABLE_S, WriteBuffer, tell
+from multigpu_master.write_buffer import DURABLE_S, Done, WriteBuffer, tell
 
 log = structlog.get_logger()
 
@@ -224,15 +224,15 @@ class Driver:
         return {request_id: stored for request_id, stored in found.items() if stored.fingerprint != REQUEST_ID_FREE}
 
     def submit(
-        self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
-        replaces: Mapping[str, int] = MappingProxyType({}), *, deferred: bool = False,
+        self, spec: Spec, tasks: Sequence[Task], stream: int, done: Done | None,
+        replaces: Mapping[str, int] = MappingProxyType({}),
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Submits tasks to the core. `done` is called when the accepted tasks are durable, or with an error when they
         are lost; for ephemeral tasks, in the loop's next round. The caller must not acknowledge a task before that.
+        None: the caller acknowledges none, so tasks may be written as late as their outcomes.
 
-        `deferred`: the caller acknowledges no submits, so tasks may be written as late as their outcomes; ignored if a
-        task replaces a dead letter. `replaces`: by request_id, the dead letter that is deleted with the task's write.
-        An ephemeral task is not written and deletes no dead letter: a restart of the master would lose both.
+        `replaces`: by request_id, the dead letter that is deleted with the task's write. An ephemeral task is not
+        written and deletes no dead letter: a restart of the master would lose both.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -244,8 +244,8 @@ class Driver:
             # Later in the loop: this event's leases go to the workers first.
             fresh = submitted.fresh
             letters = [(task.task_id, replaces[task.request_id]) for task in fresh if task.request_id in replaces]
-            if deferred and not letters:
-                self._loop.call_soon(self.write_buffer.submits_deferred, fresh, done)
+            if done is None and not letters:
+                self._loop.call_soon(self.write_buffer.defer, fresh)
             else:
                 self._loop.call_soon(self.write_buffer.submits, fresh, done, letters, not stream)
         else:
@@ -261,9 +261,10 @@ class Driver:
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
-    def done_soon(self, done: Callable[[JournalError | None], None]) -> None:
+    def done_soon(self, done: Done | None) -> None:
         """Calls `done` without an error, in the loop's next round: there is nothing to write to the journal."""
-        self._loop.call_soon(done, None)
+        if done is not None:
+            self._loop.call_soon(done, None)
 
     async def wait_settled(self, task_id: int, timeout_s: float) -> None:
         """Returns when the task's outcome becomes final (of a durable task: committed), when the journal rejects the

@@ -1,16 +1,14 @@
 """Buffers entries for the journal's thread, and calls back when they are durable.
 
-An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks on a
-stream that asks for outcomes only are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only
+An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks of
+which nobody is told before they end are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only
 their outcome is written. An entry that is reported as durable is written after all entries that were accepted before
 it; on a full disk, small cancellations overtake outcomes.
 """
 
 import asyncio
 import contextlib
-import math
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +33,8 @@ LINGER_BYTES_MAX = 256 << 10
 ENTRY_BYTES_MAX = 256 << 10
 # How long an entry waits for others. Each transaction makes the event loop wait for Python's global lock (GIL).
 LINGER_S = 0.02
-# Deferred tasks are written after half of this time or more, many in one transaction; earlier only if `flush` is called
-# or another entry's report requires it.
+# Deferred tasks are written after half of this time or more; earlier only if `flush` is called or another entry is
+# reported.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
 # A call waits for at most this long until its changes are on the disk, which may be full.
@@ -46,15 +44,6 @@ DURABLE_S = 10.0
 TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 
 Done = Callable[[JournalError | None], None]
-
-
-@dataclass(slots=True)
-class _Deferral:
-    """A submit whose tasks are written at `deadline_s` unless they have settled by then."""
-
-    deadline_s: float  # of the event loop's clock
-    task_ids: list[int]
-    done: Done
 
 
 def tell(future: asyncio.Future[JournalError | None]) -> Done:
@@ -88,8 +77,7 @@ class _Pending:
     submitted: Sequence[Task] = ()
     replaced: Sequence[tuple[int, int]] = ()  # submitted task_ids, and the dead letters that they replace
     settled: Sequence[Task] = ()
-    done: Done | None = None
-    acknowledges: bool = True  # `done` reports to a client that the entry is durable
+    done: Done | None = None  # reports that the entry is durable, or why it is rejected
 
 
 class WriteBuffer:
@@ -116,71 +104,61 @@ class WriteBuffer:
         self._pending_bytes = 0
         self._request_filter = RequestFilter()
         self._learning: asyncio.Future[None] | None = None
-        self._deferred: dict[int, Task] = {}  # by task_id
+        # Deferred tasks by task_id: those deferred since the timer was last set, and those from before.
+        self._deferred: dict[int, Task] = {}
+        self._deferred_before: dict[int, Task] = {}
         self._deferred_bytes = 0
-        self._deferrals: deque[_Deferral] = deque()  # by deadline
         self._deferral_timer: asyncio.TimerHandle | None = None
         self._lingering: list[_Pending] = []
         self._lingering_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
 
-    def submits(self, fresh: Sequence[Task], done: Done, replaced: Sequence[tuple[int, int]], urgent: bool) -> None:
+    def submits(
+        self, fresh: Sequence[Task], done: Done | None, replaced: Sequence[tuple[int, int]], urgent: bool
+    ) -> None:
         """Writes tasks that the core has accepted. `replaced`: pairs of a task_id and the dead letter that is deleted
         in the same transaction. `done` is called when the tasks are durable or rejected.
         """
         pending = _Pending(Entry(), _own_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
         self._append(pending, urgent=urgent)
 
-    def submits_deferred(self, fresh: Sequence[Task], done: Done) -> None:
-        """Writes tasks that the core has accepted, but that are not reported to any client before they end. `done` is
-        called once those that have not settled by then are durable, or with an error.
+    def defer(self, fresh: Sequence[Task]) -> None:
+        """Writes tasks that the core has accepted, and of which nobody is told before they end, unless they settle
+        soon.
         """
-        task_ids = [task.task_id for task in fresh]
-        self._deferrals.append(_Deferral(self._loop.time() + DEFER_S, task_ids, done))
-        self._deferred.update(zip(task_ids, fresh, strict=True))
+        self._deferred.update([(task.task_id, task) for task in fresh])
         self._deferred_bytes += _own_bytes(fresh)
         if self._deferred_bytes > DEFERRED_BYTES_MAX:
             self.flush()
         elif self._deferral_timer is None:
-            self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)
+            self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_older)
 
     def flush(self) -> None:
         """Passes all entries to the journal, with the deferred tasks."""
-        self._end_deferrals(math.inf)
+        self._end_deferrals()
         self._hand_over()
 
-    def _write_due(self) -> None:
-        """Passes the deferred tasks to the journal that are due before the next call."""
-        self._end_deferrals(self._loop.time() + DEFER_S / 2)
+    def _write_older(self) -> None:
+        """Passes the tasks to the journal that were deferred before the timer was last set, and sets it again."""
+        newer, self._deferred = self._deferred, {}
+        self._end_deferrals()
+        self._deferred_before = newer
         self._hand_over()
-        again = self._loop.call_later(DEFER_S / 2, self._write_due) if self._deferrals else None
+        again = self._loop.call_later(DEFER_S / 2, self._write_older) if self._deferred_before else None
         self._deferral_timer = again
 
-    def _end_deferrals(self, until_s: float) -> None:
-        """Adds the tasks whose deferral ends by `until_s` to the lingering entries: the tasks in front, because other
-        entries may depend on them; their callbacks at the end, so that a submit that has joined another call's task is
-        answered after that task is written or rejected.
-        """
-        tasks: list[Task] = []
-        callbacks: list[Done] = []
-        while self._deferrals and self._deferrals[0].deadline_s <= until_s:
-            deferral = self._deferrals.popleft()
-            callbacks.append(deferral.done)
-            tasks += [t for i in deferral.task_ids if (t := self._deferred.pop(i, None)) is not None]
-        if not callbacks:
+    def _end_deferrals(self) -> None:
+        """Adds the deferred tasks to the lingering entries: in front, because other entries may depend on them."""
+        tasks = [*self._deferred_before.values(), *self._deferred.values()]
+        self._deferred_before, self._deferred = {}, {}
+        if not tasks:
             return
-
-        def done(error: JournalError | None) -> None:
-            for callback in callbacks:
-                callback(error)
-
-        size = _own_bytes(tasks)
-        self._deferred_bytes -= size
-        first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, acknowledges=False)
-        self._pending |= {id(pending.entry): pending for pending in (first, last)}
-        self._pending_bytes += size
-        self._lingering = [first, *self._lingering, last]
+        pending = _Pending(Entry(), _own_bytes(tasks), submitted=tasks)
+        self._deferred_bytes -= pending.size
+        self._pending[id(pending.entry)] = pending
+        self._pending_bytes += pending.size
+        self._lingering.insert(0, pending)
 
     def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], now: float, done: Done | None = None) -> None:
         """Writes the outcomes of tasks that settle now: (task, serialized Outcome). `done` is called when they are
@@ -262,8 +240,8 @@ class WriteBuffer:
             self._linger_timer = None
         if not self._lingering:
             return
-        if any(pending.done is not None and pending.acknowledges for pending in self._lingering):
-            self._end_deferrals(math.inf)  # clients may learn of deferred tasks from the reports: write those first
+        if any(pending.done is not None for pending in self._lingering):
+            self._end_deferrals()  # clients may learn of deferred tasks from the reports: write those first
         lingering, self._lingering = self._lingering, []
         self._lingering_bytes = 0
         settles = {task.task_id: pending.entry for pending in lingering for task in pending.settled}
@@ -277,12 +255,12 @@ class WriteBuffer:
         with contextlib.suppress(JournalError):  # it is closed, or has failed and `_on_fatal` is called
             self._journal.append(*[pending.entry for pending in lingering])
 
-    def _forget_deferred(self, settled: Iterable[Task]) -> set[int]:
+    def _forget_deferred(self, settled: Sequence[Task]) -> set[int]:
         """Removes settled tasks from the deferred tasks. Returns the task_ids that it removed: the journal never had
         these tasks.
         """
-        deferred, unwritten = self._deferred, set[int]()
-        if deferred:
+        unwritten = set[int]()
+        for deferred in filter(None, (self._deferred_before, self._deferred)):
             for task in settled:
                 if deferred.pop(task.task_id, None) is not None:
                     unwritten.add(task.task_id)

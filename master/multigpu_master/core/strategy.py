@@ -1,4 +1,4 @@
-"""The protocol of strategies: policies that choose the worker for the next task of a shape.
+"""The base class of strategies: policies that choose the worker for the next task of a shape.
 
 The core calls a strategy only for workers that can run the shape; their windows may be full, and for Explain they may
 be lost. The strategy excludes further workers, and gives each of the others a score; the worker with the lowest score
@@ -7,8 +7,11 @@ Explain gets the same answer as dispatch. The core keeps a worker's score and ex
 changes (a lease is granted or ends, a heartbeat), or the fleet's averages do: they may change only then.
 
 A strategy is a class that is named by an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
+
+mypyc does not compile this module: strategies, which are not compiled, could not derive from a compiled class.
 """
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
 from multigpu_master.core.model import Shape, Worker
@@ -39,20 +42,22 @@ class FleetView(Protocol):
         """
 
 
-class Strategy(Protocol):
-    """A policy that chooses workers."""
+class Strategy(ABC):
+    """A policy that chooses workers. By default it excludes no worker, and one queued task suffices."""
 
     name: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]]
+    aliases: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
     score_meaning: ClassVar[str]
-    pinned: ClassVar[bool]
+    pinned: ClassVar[bool] = False
     """True: a task waits for the worker that ranks first, even while that worker has no room. Scores and
     exclusions must then depend on nothing but the shape and the worker's id and info."""
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
         """Why this worker must not get tasks of this shape now, as a text for people. None: it may get them."""
+        return None
 
+    @abstractmethod
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
         """The worker's score. Of the workers not excluded, the lowest gets the task; on a tie, the worker whose last
         lease was granted the longest ago.
@@ -64,3 +69,4 @@ class Strategy(Protocol):
         With fewer queued tasks the worker is skipped; if every other window is full, the tasks wait. The value may
         change when a score may, and when the number of workers with the model changes.
         """
+        return 1

@@ -1,6 +1,6 @@
 """Validates the tasks of every submitting call, matches them with known request_ids, and passes them to the core."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -10,13 +10,14 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.identity import conflict
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import DISK_FULL, Driver
-from multigpu_master.errors import InvalidMessageError, JournalError
+from multigpu_master.errors import InvalidMessageError
 from multigpu_master.journal.protocol import SettledTask, StoredOutcome
 from multigpu_master.security.auth import current_caller
 from multigpu_master.security.tokens import Token
 from multigpu_master.wire.payloads import Peer
 from multigpu_master.wire.specs import SpecsFullError
 from multigpu_master.wire.tasks import tasks_of
+from multigpu_master.write_buffer import Done
 
 log = structlog.get_logger()
 
@@ -36,13 +37,13 @@ class Intake:
 
     def submit(
         self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
-        done: Callable[[JournalError | None], None], peer: Peer | None = None, *, deferred: bool = False,
+        done: Done | None, peer: Peer | None = None,
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
-        is called once, later: when the new tasks are durable or, with an error, lost; joined tasks go on. `peer`: the
-        sender, which may refer to shared payloads. `deferred`: no task is acknowledged before it settles.
+        is called once, later: when the new tasks are durable or, with an error, lost; joined tasks go on. None: no task
+        is acknowledged before it settles. `peer`: the sender, which may refer to shared payloads.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)
@@ -80,7 +81,7 @@ class Intake:
             driver.done_soon(done)
             results: Sequence[Answer] = ()
         else:
-            results = driver.submit(spec, tasks, stream, done, replaces, deferred=deferred)
+            results = driver.submit(spec, tasks, stream, done, replaces)
         if len(tasks) == count:
             return list(results)
         rest = iter(results)

@@ -101,7 +101,7 @@ class RunStream:
             self._acknowledge([task for task in accepted if task.task_id])
 
         answers = self._intake.submit(
-            batch, request_ids, self._stream, done, self._outbox.peer, deferred=self._outcomes_only
+            batch, request_ids, self._stream, None if self._outcomes_only else done, self._outbox.peer
         )
         for index, answer in enumerate(answers):
             if isinstance(answer, Task) and answer.outcome is None:
@@ -126,9 +126,8 @@ class RunStream:
             self._outbox.add_pending(-1)
 
     def _acknowledge(self, tasks: list[Task]) -> None:
-        """Sends acceptances after ACKNOWLEDGE_S, except for tasks that ended by then, and for outcomes_only streams."""
-        if not self._outcomes_only:
-            self._to_accept.extend(tasks)
+        """Sends acceptances after ACKNOWLEDGE_S, except for tasks that ended by then."""
+        self._to_accept.extend(tasks)
         if self._to_accept and not self._acknowledging:
             self._acknowledging = True
             asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._send_acceptances)

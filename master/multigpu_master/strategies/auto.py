@@ -11,11 +11,10 @@ would keep the others busy for longer than the loading takes.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 
-class Auto(Base):
+class Auto(Strategy):
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "The earliest expected finish, by measured speed, backlog and the cost of loading a model."
     score_meaning: ClassVar[str] = "expected seconds until the task would be finished"

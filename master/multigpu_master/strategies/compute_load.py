@@ -7,11 +7,10 @@ also counts leases, with 0.001 for each lease per slot.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 
-class ComputeLoad(Base):
+class ComputeLoad(Strategy):
     name: ClassVar[str] = "compute_load"
     aliases: ClassVar[tuple[str, ...]] = ("utilization",)
     summary: ClassVar[str] = "The device with the lowest utilisation, then the fewest leases."

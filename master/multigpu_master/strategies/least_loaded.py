@@ -3,11 +3,10 @@
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 
-class LeastLoaded(Base):
+class LeastLoaded(Strategy):
     name: ClassVar[str] = "least_loaded"
     summary: ClassVar[str] = "The worker with the fewest leases for each of its slots."
     score_meaning: ClassVar[str] = "leases for each slot"

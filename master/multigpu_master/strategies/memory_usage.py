@@ -7,11 +7,10 @@ also of those that already use it: their memory counts twice.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 
-class MemoryUsage(Base):
+class MemoryUsage(Strategy):
     name: ClassVar[str] = "memory_usage"
     aliases: ClassVar[tuple[str, ...]] = ("memory",)
     summary: ClassVar[str] = "The device with the most free memory; above memory_threshold_percent it gets nothing new."

@@ -21,12 +21,11 @@ def load_strategies() -> dict[str, Strategy]:
             raise StrategyError(
                 f"strategy {point.name!r} ({point.value}) can't be loaded: {error!r}; fix or uninstall its package"
             ) from error
-        needed = ("name", "aliases", "summary", "score_meaning", "pinned", "score", "excludes", "min_backlog")
-        missing = [a for a in needed if not hasattr(strategy, a)]
-        if missing or strategy.name != point.name:
+        missing = [name for name in ("name", "summary", "score_meaning") if not hasattr(strategy, name)]
+        if missing or not isinstance(strategy, Strategy) or strategy.name != point.name:
             raise StrategyError(
-                f"strategy {point.name!r} ({point.value}) lacks {missing or 'its own name'}; "
-                "derive it from multigpu_master.strategies.base.Base and give it the name of its entry point"
+                f"strategy {point.name!r} ({point.value}) lacks {missing or 'its base class or its own name'}; "
+                "derive it from multigpu_master.core.strategy.Strategy and give it the name of its entry point"
             )
         found[strategy.name] = strategy
     return found

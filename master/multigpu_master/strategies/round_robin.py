@@ -3,11 +3,10 @@
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 
-class RoundRobin(Base):
+class RoundRobin(Strategy):
     name: ClassVar[str] = "round_robin"
     summary: ClassVar[str] = "Every worker in turn."
     score_meaning: ClassVar[str] = "the fleet's dispatch count when the worker last got a task"

@@ -10,11 +10,10 @@ from hashlib import blake2b
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 
-class StaticPartition(Base):
+class StaticPartition(Strategy):
     name: ClassVar[str] = "static_partition"
     summary: ClassVar[str] = "The same partition_key (else model) goes to the same worker while it lives."
     score_meaning: ClassVar[str] = "one minus the hash of key and worker, 0 to 1"

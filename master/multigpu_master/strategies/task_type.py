@@ -7,14 +7,13 @@ label is the fallback for every kind: it gets a task when no worker with the lab
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.strategy import FleetView
-from multigpu_master.strategies.base import Base
+from multigpu_master.core.strategy import FleetView, Strategy
 
 LABEL = "task_type"
 FALLBACK = 1e6
 
 
-class TaskType(Base):
+class TaskType(Strategy):
     name: ClassVar[str] = "task_type"
     summary: ClassVar[str] = (
         "Workers labelled task_type=KIND[+KIND] serve those kinds alone; the others are the fallback."

@@ -56,7 +56,12 @@ def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
         (
             "class Coolest: pass",
             "coolest = coolest:Coolest",
-            "lacks ['name', 'aliases', 'summary'",
+            "lacks ['name', 'summary', 'score_meaning']",
+        ),
+        (
+            "class Coolest: name = summary = score_meaning = 'coolest'",
+            "coolest = coolest:Coolest",
+            "lacks its base class",
         ),
         ("", "coolest = coolest:Coolest", "can't be loaded: AttributeError"),
     ],

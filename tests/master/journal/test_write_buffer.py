@@ -72,7 +72,7 @@ def ignore(_error: JournalError | None) -> None:
 async def test_a_task_that_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.write_buffer.submits_deferred([one, two], ignore)
+    stage.write_buffer.defer([one, two])
     stage.settle(one)
     await until(lambda: stage.journal.get_outcome(1) is not None)
     assert stage.close() == []
@@ -81,9 +81,9 @@ async def test_a_task_that_settles_soon_is_written_as_its_outcome_only(tmp_path:
 async def test_an_unsettled_task_is_written_after_the_delay(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.write_buffer.submits_deferred([one], ignore)
+    stage.write_buffer.defer([one])
     await asyncio.sleep(1.5 * DEFER_S)
-    stage.write_buffer.submits_deferred([two], ignore)
+    stage.write_buffer.defer([two])
     assert stage.close() == [1]
 
 
@@ -93,8 +93,7 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
     acknowledged: list[int] = []
     stage.write_buffer.submits([large], ignore, (), urgent=False)
-    stage.write_buffer.submits_deferred(tasks(2), lambda _error: acknowledged.append(len(stage.events)))
-    stage.write_buffer.flush()
+    stage.write_buffer.submits(tasks(2), lambda _error: acknowledged.append(len(stage.events)), (), urgent=True)
     await until(lambda: bool(acknowledged))
     assert acknowledged == [2], "the core has heard of both rejections before"
     stage.close()
@@ -151,18 +150,18 @@ async def test_outcomes_in_two_entries_are_durable_once_both_are(order: tuple[in
 async def test_a_task_waits_although_older_ones_have_settled(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.write_buffer.submits_deferred([one], ignore)
+    stage.write_buffer.defer([one])
     stage.settle(one)
-    stage.write_buffer._write_due()
-    stage.write_buffer.submits_deferred([two], ignore)
-    stage.write_buffer._write_due()
+    stage.write_buffer._write_older()
+    stage.write_buffer.defer([two])
+    stage.write_buffer._write_older()
     assert stage.close() == []
 
 
 async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tmp_path: Path) -> None:
     """A Submit that joins a task which waits patiently is answered when that task is durable."""
     stage = Stage(tmp_path)
-    stage.write_buffer.submits_deferred(tasks(1), ignore)
+    stage.write_buffer.defer(tasks(1))
     acknowledged: list[JournalError | None] = []
     stage.write_buffer.submits([], acknowledged.append, (), urgent=True)
     await until(lambda: bool(acknowledged))
@@ -172,7 +171,7 @@ async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tm
 
 async def test_a_stream_that_ends_leaves_nothing_to_memory(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    stage.write_buffer.submits_deferred(tasks(1, 2), ignore)
+    stage.write_buffer.defer(tasks(1, 2))
     stage.write_buffer.flush()
     assert stage.close() == [1, 2]
 
@@ -181,7 +180,7 @@ async def test_a_task_without_a_payload_is_not_written_after_its_outcome(tmp_pat
     """It would run again in the next master."""
     stage = Stage(tmp_path)
     empty = Task(SPEC, "request-1", b"", submit_s=1000.0, task_id=1)
-    stage.write_buffer.submits_deferred([empty], ignore)
+    stage.write_buffer.defer([empty])
     stage.settle(empty)
     await until(lambda: stage.journal.get_outcome(1) is not None)
     await stage.write_buffer.all_durable()

@@ -52,13 +52,13 @@ JOURNAL = (
     failures("idle connections of anybody end the master", 'if getattr(error, "errno", None) in NO_DESCRIPTOR:'),
     write_buffer(
         "P1: tasks that run for long are never written",
-        "self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)",
+        "self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_older)",
         checker="pytest",
     ),
     write_buffer(
         "an entry of deferred tasks is not counted as pending",
-        "{id(pending.entry): pending for pending in (first, last)}",
-        "{id(last.entry): last}",
+        "        self._deferred_bytes -= pending.size\n        self._pending[id(pending.entry)] = pending\n",
+        "        self._deferred_bytes -= pending.size\n",
     ),
     write_buffer(
         "a settled task is still deferred", "deferred.pop(task.task_id, None)", "deferred.get(task.task_id)", seeds=1000
@@ -72,7 +72,7 @@ JOURNAL = (
     statements("a settled task is not deleted", "for record in settles if", "for record in settles[1:] if"),
     write_buffer(
         "P1: something that was acknowledged rests on a task that is lost",
-        "            self._end_deferrals(math.inf)  # clients",
+        "            self._end_deferrals()  # clients",
         "            pass  # clients",
         checker="pytest",
     ),

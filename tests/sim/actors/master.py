@@ -25,7 +25,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
-from multigpu_master.write_buffer import WriteBuffer
+from multigpu_master.write_buffer import Done, WriteBuffer
 
 from tests.sim.actors.grant import Grant, stored_outcome
 from tests.sim.invariants.core import Invariants
@@ -308,11 +308,11 @@ class Master:
 
         def done(error: JournalError | None) -> None:
             for request_id, task in accepted:
-                if task.task_id and task.outcome is None and not client.outcomes_only:
+                if task.task_id and task.outcome is None:
                     client.send_accepted(stream, request_id, task.task_id, epoch)
 
         for task, answer in zip(
-            fresh, self.submit_tasks(spec, fresh, stream, done, replaces, patient=client.outcomes_only), strict=True
+            fresh, self.submit_tasks(spec, fresh, stream, None if client.outcomes_only else done, replaces), strict=True
         ):
             if isinstance(answer, ev.Rejection):
                 if task.request_id in failed and answer.code == identity.ALREADY_EXISTS:
@@ -326,18 +326,17 @@ class Master:
                 accepted.append((task.request_id, answer))
 
     def submit_tasks(
-        self, spec: Spec, tasks: list[Task], stream: int, done: Callable[[JournalError | None], None],
-        replaces: Mapping[str, int], *, patient: bool = False,
-    ) -> list[Task | ev.Rejection]:  # fmt: skip
+        self, spec: Spec, tasks: list[Task], stream: int, done: Done | None, replaces: Mapping[str, int]
+    ) -> list[Task | ev.Rejection]:
         """As the driver does."""
         answer = next(c for c in self.handle(ev.Submit(spec, tasks, stream)) if isinstance(c, ev.Submitted))
         if spec.durable:
             letters = [(t.task_id, replaces[t.request_id]) for t in answer.fresh if t.request_id in replaces]
-            if patient and not letters:
-                self._loop.call_soon(self.write_buffer.submits_deferred, answer.fresh, done)
+            if done is None and not letters:
+                self._loop.call_soon(self.write_buffer.defer, answer.fresh)
             else:
                 self._loop.call_soon(self.write_buffer.submits, answer.fresh, done, letters, not stream)
-        else:
+        elif done is not None:
             self._loop.call_soon(done, None)
         return answer.results
 

@@ -2,10 +2,10 @@
 has 64 MiB.
 
 SQLite would write each byte twice, to its log and to the database: for tasks with 1 MiB in and out, files take a fifth
-of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a
-file of shared payloads, whose name has a dash (journal/payload_files.py). The bytes are synced before the transaction
-that refers to them. Segments without references are deleted. Payloads and bodies have separate segments, because they
-are deleted at different times.
+of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC, and the
+bytes before a large result), or to a file of shared payloads, whose name has a dash (journal/payload_files.py). The
+bytes are synced before the transaction that refers to them. Segments without references are deleted. Payloads and
+bodies have separate segments, because they are deleted at different times.
 
 On a full disk, holes are punched into segments where no row refers to them, unless a backup holds a shared lock: on the
 data directory while it selects segments, then on each segment until it has copied it.
@@ -25,7 +25,6 @@ from collections.abc import Sized
 from pathlib import Path
 
 from multigpu._transport.payloads import Reference, is_transient, read_file
-from multigpu.v1 import task_pb2
 
 from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
 from multigpu_master.journal.protocol import LargeBody, head_without_result
@@ -34,11 +33,10 @@ from multigpu_master.journal.sqlite.files import sync_directory
 LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
 SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
 LIMIT_SHARE = 16  # a segment is closed at the journal's size limit divided by this, if that is less
-_HEAD_BYTES = 16 << 10  # fields before a large result are rarely larger
 PUNCH_CHECKS_MAX = 64  # segments that one step checks for unused space
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _PAGE_BYTES = 4096
-_REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}")
+_REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}(:[0-9a-f]{1,15})?")
 DIRECTORY_NAME = "segments"
 
 # The columns that hold references.
@@ -93,57 +91,29 @@ class LargeObjects:
         return data
 
     def read_without_result(self, reference: str) -> bytes:
-        """As `read`, for an Outcome whose result is not needed: a result that is the last field is not read, and the
-        bytes are not checked then.
+        """As `read`, for an Outcome whose result is not needed: a large result is not read, and the bytes are not
+        checked then.
         """
         if is_shared(reference):
             _, _, size_bytes, head, _ = parse_reference(reference)
             return head_without_result(head, size_bytes)
-        head, _ = self._read_segment(reference, _HEAD_BYTES)
-        fields = _before_result(head, int(reference.split(":")[2], 16))
-        return self.read(reference) if fields is None else fields
+        _, _, size, _, *head_size = reference.split(":")
+        if not head_size:
+            return self.read(reference)
+        head_bytes = int(head_size[0], 16)
+        head, _ = self._read_segment(reference, head_bytes)
+        return head_without_result(head, int(size, 16) - head_bytes)
 
     def _read_segment(self, reference: str, bytes_max: int = sys.maxsize) -> tuple[bytes, int]:
         """Returns the first bytes, up to `bytes_max`, and the CRC of all."""
         if not _REFERENCE.fullmatch(reference):
             raise ValueError("it refers to no segment")
-        segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
+        segment, offset, size, crc = (int(part, 16) for part in reference.split(":")[:4])
         with (self.directory / f"{segment:08x}").open("rb") as file:
             if offset + size > os.fstat(file.fileno()).st_size:
                 raise ValueError("its segment is too short for it")
             file.seek(offset)
             return file.read(min(size, bytes_max)), crc
-
-
-def _before_result(head: bytes, size: int) -> bytes | None:
-    """Returns the fields before the result of a serialized Outcome of `size` bytes that begins with `head`. None: the
-    result is not the last field, or `head` ends before it.
-    """
-    at = 0
-    while at < len(head):
-        begin = at
-        tag, at = _varint(head, at)
-        if tag & 7 == 0:
-            _, at = _varint(head, at)
-        elif tag & 7 == 2:
-            length, at = _varint(head, at)
-            at += length
-            if tag >> 3 == task_pb2.Outcome.RESULT_FIELD_NUMBER:
-                return head[:begin] if at == size else None
-        else:  # a number of 8 or of 4 bytes
-            at += 8 if tag & 7 == 1 else 4
-    return None
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns the number that is encoded at an offset of `data`, 0 at its end, and the offset behind it."""
-    value = shift = 0
-    while at < len(data):
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            break
-    return value, at
 
 
 class _Appender:
@@ -202,7 +172,7 @@ class Segments:
         if isinstance(body, bytes):
             return self._put(self._bodies, body)
         if isinstance(body.tail, bytes):
-            return self._put(self._bodies, body.head, body.tail)
+            return f"{self._put(self._bodies, body.head, body.tail)}:{len(body.head):x}"
         return self._refer(body.tail, body.head)
 
     def _refer(self, reference: Reference, head: bytes = b"") -> str:
@@ -310,7 +280,7 @@ class Segments:
         if not all(_REFERENCE.fullmatch(reference) for (reference,) in rows):
             return False  # a row is damaged: the bytes to which it refers are not known
         places = [reference.split(":") for (reference,) in rows]
-        used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
+        used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, *_ in places)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
