@@ -1,25 +1,24 @@
 """Settings in the journal, which survive a restart: the strategy, queue rules, workers with their cordons, the circuit
 breaker.
 
-Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON.
+Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON. Of a
+worker, this has a hello without models and leases: workers report those again when they reconnect.
 """
 
-import base64
-import dataclasses
 import json
 from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
+from google.protobuf import json_format
+from multigpu.v1 import worker_service_pb2
+
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Cordon, Queue, Worker
-from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.errors import DAMAGE, damaged_setting_error
-from multigpu_master.wire.devices import device_message
+from multigpu_master.errors import DAMAGE, InvalidMessageError, damaged_setting_error
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
+from multigpu_master.wire.workers import hello_message, worker_info
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
-# The fields of WorkerInfo that are saved. Workers report the others again when they reconnect.
-_SAVED_INFO_FIELDS = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name not in ("models", "nvlink_peers"))
 COUNT_END = 1 << 64
 T = TypeVar("T")
 Handle = Callable[[ev.Event], object]
@@ -38,11 +37,8 @@ def queue_setting(queue: Queue) -> dict[str, bytes | None]:
 
 def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     """The setting of a worker."""
-    info = {name: getattr(worker.info, name) for name in _SAVED_INFO_FIELDS}
-    info["device_wire"] = base64.b64encode(worker.info.device_wire).decode()
-    info["capabilities"] = [dataclasses.asdict(capability) for capability in worker.info.capabilities]
     fields = {
-        "info": info,
+        "hello": json_format.MessageToDict(hello_message(worker.info), preserving_proto_field_name=True),
         "cordoned": worker.cordon is not None,
         "cordon_reason": worker.cordon.reason if worker.cordon is not None else "",
         "draining": worker.draining,
@@ -78,7 +74,7 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
                 expected += registration.expected
             elif key == BREAKER:
                 handle(ev.RestoreBreaker(_check_seconds(json.loads(value)["tripped_s"])))
-        except DAMAGE as error:
+        except (*DAMAGE, json_format.ParseError, InvalidMessageError) as error:
             raise damaged_setting_error(key, error) from error
     return expected
 
@@ -92,13 +88,13 @@ def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules:
 
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
     return ev.RegisterWorker(
-        _info(fields["info"]),
+        worker_info(json_format.ParseDict(fields["hello"], worker_service_pb2.Hello())),
         _cordon(fields),
         _check_type(fields["connected"], bool),
-        _check_type(fields.get("quarantined", False), bool),
-        _check_count(fields.get("checks_asked", 0)),
-        tuple(_check_text(model) for model in fields.get("pinned_models", ())),
-        _check_type(fields.get("check_at_once", False), bool),
+        _check_type(fields["quarantined"], bool),
+        _check_count(fields["checks_asked"]),
+        tuple(_check_text(model) for model in fields["pinned_models"]),
+        _check_type(fields["check_at_once"], bool),
     )
 
 
@@ -113,32 +109,6 @@ def _cordon(fields: dict[str, Any]) -> Cordon | None:
     )
 
 
-def _info(fields: dict[str, Any]) -> WorkerInfo:
-    kept = {name: _check_field(name, value) for name, value in fields.items() if name in _SAVED_INFO_FIELDS}
-    info = WorkerInfo(**kept)
-    device_message(info)
-    return info
-
-
-def _capability(value: Any) -> Capability:
-    models = tuple(map(_check_text, value["models"]))
-    concurrency = _check_count(value.get("concurrency", 1))  # older journals lack it
-    return Capability(kind=_check_text(value["kind"]), models=models, concurrency=concurrency)
-
-
-def _check_field(name: str, value: Any) -> Any:
-    match name:
-        case "device_wire":
-            return base64.b64decode(value, validate=True)
-        case "capabilities":
-            return tuple(_capability(each) for each in value)
-        case "labels":
-            return {_check_text(key): _check_text(label) for key, label in value.items()}
-        case "worker_id" | "host" | "version" | "device_id" | "store_address":
-            return _check_text(value)
-    return _check_count(value, 1 << 32 if name in ("pid", "slots", "window_tasks") else COUNT_END)
-
-
 def _check_type(value: Any, wanted: type[T]) -> T:
     if type(value) is not wanted:
         raise TypeError(f"{value!r} is not a {wanted.__name__}")
@@ -151,8 +121,8 @@ def _check_text(value: Any) -> str:
     return str(value)
 
 
-def _check_count(value: Any, end: int = COUNT_END) -> int:
-    if not 0 <= _check_type(value, int) < end:
+def _check_count(value: Any) -> int:
+    if not 0 <= _check_type(value, int) < COUNT_END:
         raise ValueError(f"{value!r} is out of range")
     return int(value)
 

@@ -46,7 +46,7 @@ from multigpu_master.wire import workers as wire_workers
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
 
-from tests.hostile.targets.files import OUTCOME, TASK
+from tests.hostile.targets.files import OUTCOME, SAVED_WORKER, TASK
 from tests.hostile.targets.inputs import pack
 from tests.hostile.targets.master import LocalMaster
 from tests.hostile.targets.worker import LocalAgent, Wire
@@ -220,8 +220,9 @@ def test_a_damaged_outcome_is_reported_as_lost(tmp_path: Path) -> None:
     [
         ("strategy", b"\xff"), ("strategy", "text"), ("queue/a", b"[]"), ("queue/a", b'{"paused": true}'),
         ("queue/a", json.dumps({"paused": 1.5, "strategy": "", "tasks_max": -1, "bytes_max": 0}).encode()),
-        ("worker/a", b'{"info": {"worker_id": 7}, "cordoned": false, "cordon_reason": "", "connected": true}'),
-        ("worker/a", b'{"info": {"worker_id": "a"}, "cordoned": false, "cordon_reason": "", "connected": 9}'),
+        ("worker/a", SAVED_WORKER.replace(b'"worker_id": "a"', b'"worker_id": 7')),
+        ("worker/a", SAVED_WORKER.replace(b'"slots": 1', b'"slots": 0')),
+        ("worker/a", SAVED_WORKER.replace(b'"connected": false', b'"connected": 9')),
     ],
 )  # fmt: skip
 def test_a_damaged_setting_is_rejected_with_the_remedy(key: str, value: Any) -> None:

@@ -83,7 +83,7 @@ def test_the_device_survives_a_restart() -> None:
     worker = Worker(wire_workers.worker_info(hello))
     (kept,) = settings.worker_setting(worker).values()
     assert kept is not None
-    restored = settings._info(json.loads(kept)["info"])
+    restored = settings._registration(json.loads(kept)).info
     assert wire_workers.worker_message(Worker(restored)).device == device
 
 

@@ -46,6 +46,24 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
     )
 
 
+def hello_message(info: WorkerInfo) -> worker_service_pb2.Hello:
+    """The hello from which worker_info() makes this description, without models and leases."""
+    message = worker_service_pb2.Hello(store_address=info.store_address)
+    _fill(message, info)
+    return message
+
+
+def _fill(message: worker_service_pb2.Hello | admin_service_pb2.Worker, info: WorkerInfo) -> None:
+    """Fills in what a hello and a worker as operators see it have in common."""
+    for name in _SAME_FIELDS:
+        setattr(message, name, getattr(info, name))
+    message.labels.update(info.labels)
+    message.window_tasks, message.window_bytes = info.window_tasks, info.window_bytes
+    message.device.CopyFrom(devices.device_message(info))
+    for c in info.capabilities:
+        message.capabilities.add(kind=c.kind, models=c.models, concurrency=c.concurrency)
+
+
 def _check_names(m: worker_service_pb2.Hello) -> None:
     for field in ("worker_id", "host", "version", "store_address"):
         check_printable(field, getattr(m, field))
@@ -83,14 +101,10 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
     """A worker as operators see it."""
     info = worker.info
     message = admin_service_pb2.Worker(
-        **{name: getattr(info, name) for name in _SAME_FIELDS},
         state=_state(worker),
         cordoned=worker.cordon is not None,
         cordon_reason=worker.cordon.reason if worker.cordon is not None else "",
         quarantined=worker.quarantined,
-        labels=dict(info.labels),
-        window_tasks=info.window_tasks,
-        window_bytes=info.window_bytes,
         resident_models=worker.resident_models,
         models=[models.resident_message(r) for r in worker.residency.reported.values()],
         leases=len(worker.leases),
@@ -98,8 +112,8 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
         succeeded=worker.succeeded,
         failed=worker.failed,
         session_id=str(worker.session) if worker.session else "",
-        device=devices.device_message(info),
     )
+    _fill(message, info)
     if worker.drain_deadline_s is not None:
         set_time(message.drain_deadline, worker.drain_deadline_s)
     if worker.session:  # the last sample of a lost worker is not its device's state now
@@ -112,8 +126,6 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
     if worker.engine.handlers is not None:
         message.handlers.SetInParent()  # present also if empty, as while a worker's engine starts
         message.handlers.ParseFromString(worker.engine.handlers)
-    for c in info.capabilities:
-        message.capabilities.add(kind=c.kind, models=c.models, concurrency=c.concurrency)
     if worker.connect_s:
         set_time(message.connect_time, worker.connect_s)
     if worker.heard_s:

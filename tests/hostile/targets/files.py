@@ -19,7 +19,9 @@ from multigpu.errors import MultigpuError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master import settings
+from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.errors import InvalidArgumentError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
@@ -31,6 +33,8 @@ from multigpu_master.wire import tasks as wire_tasks
 from tests.hostile.targets.base import Crash, Target, mute
 from tests.hostile.targets.inputs import WORDS, Maker
 
+_WORKER = Worker(WorkerInfo(worker_id="a", capabilities=(Capability(kind="echo"),)))
+SAVED_WORKER = settings.worker_setting(_WORKER)["worker/a"] or b""
 FIELDS = [(cls, name) for cls in CONFIG_CLASSES for name in cls.__dataclass_fields__]  # type: ignore[attr-defined]  # all are
 VALUES = [
     *("0", "-1", "1", "1e999", "nan", "inf", "-0", "1_0", "٣", "0x10", "64MiB", "1GiB1", "KiB", "true"),
@@ -147,7 +151,7 @@ class Rows:
         values = [
             b"auto",
             b'{"paused": true, "strategy": "", "tasks_max": 1, "bytes_max": 0}',
-            b'{"info": {"worker_id": "a", "capabilities": [{"kind": "echo", "models": []}]}, "cordoned": false, "cordon_reason": "", "connected": true}',  # noqa: E501  one value
+            SAVED_WORKER,
         ]
         value: Any = Maker(rng).damaged(rng.choice(values)) if rng.random() < 0.8 else rng.choice(COLUMN)
         core = Core(self._strategies, Limits(), 1, lambda: 0.5)

@@ -350,13 +350,12 @@ class Invariants:
             if backlog is not None:
                 backlogs[backlog] = backlogs.get(backlog, 0) + live
         check(set(backlogs) == set(classes.backlogs.values()), "a backlog is there for nothing")
-        blocked = {b: condition for condition, (_, members) in classes.blocked.items() for b in members}
+        blocked = set(classes.blocked)
         for backlog, live in backlogs.items():
             check(backlog.size == live, "a backlog counts %s tasks, %s are found", backlog.size, live)
-            check(blocked.pop(backlog, None) == backlog.blocked_by, "a backlog does not know what blocks it")
             ready = backlog.entry_number > 0 and any(backlog.entry_number == entry[1] for entry in classes.ready._heap)
-            check(ready == (backlog.blocked_by is None), "a backlog is both ready and blocked, or neither")
-        check(not blocked, "an empty backlog is blocked")
+            check(ready == (backlog not in blocked), "a backlog is both ready and blocked, or neither")
+        check(blocked <= backlogs.keys(), "an empty backlog is blocked")
         for task in waiting:
             if standing.get(id(task)) != 1:
                 raise ViolationError(f"task {task.task_id} waits in {standing.get(id(task), 0)} classes")

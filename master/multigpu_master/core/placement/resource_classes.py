@@ -133,8 +133,8 @@ class Backlog:
     """See the module."""
 
     __slots__ = (
-        "blocked_by", "classes", "entry_number", "entry_position", "no_room_for_model", "pin", "shape", "size",
-        "strategy", "too_few_tasks",
+        "classes", "entry_number", "entry_position", "no_room_for_model", "pin", "shape", "size", "strategy",
+        "too_few_tasks",
     )  # fmt: skip
 
     def __init__(self, strategy: Strategy, shape: Shape, pin: Worker | None) -> None:
@@ -145,7 +145,6 @@ class Backlog:
         self.size = 0  # waiting tasks
         self.entry_number = 0  # in ResourceClasses.ready
         self.entry_position: Position = (0, 0)
-        self.blocked_by: Blocker | None = None  # None: it is ready
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
 
@@ -165,11 +164,6 @@ class Backlog:
         return first.head() if first is not None else None
 
 
-# A key of ResourceClasses.blocked, shared by all backlogs that wait for the same workers: the pin, or id() of the dict
-# that Fleet.eligible returned.
-Blocker = Worker | int
-
-
 class ResourceClasses:
     """All resource classes in which tasks wait, and their backlogs."""
 
@@ -179,7 +173,7 @@ class ResourceClasses:
         self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
         self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
         self.ready: ByFirstTask[Backlog] = ByFirstTask()
-        self.blocked: dict[Blocker, tuple[dict[Worker, None], dict[Backlog, None]]] = {}  # workers, backlogs
+        self.blocked: dict[Backlog, dict[Worker, None]] = {}  # with the workers for which each waits
         self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
 
     # --- tasks -------------------------------------------------------------------------------------------------------
@@ -247,7 +241,7 @@ class ResourceClasses:
         """Adds `tasks` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
         backlog.size += tasks
         self._place(backlog, resource_class)
-        if backlog.too_few_tasks and backlog.blocked_by is not None:
+        if backlog.too_few_tasks and backlog in self.blocked:
             self.unblock(backlog)
 
     def _shrink(self, resource_class: ResourceClass) -> None:
@@ -279,7 +273,7 @@ class ResourceClasses:
         if head.task_id != resource_class.position[1] or not resource_class.entry_number:
             resource_class.position = resource_class.priority, head.task_id
             backlog.classes.place(resource_class)
-            if backlog.blocked_by is None:
+            if backlog not in self.blocked:
                 self.ready.place(backlog)
 
     # --- backlogs ----------------------------------------------------------------------------------------------------
@@ -310,11 +304,10 @@ class ResourceClasses:
         backlog.classes.remove(resource_class)
         backlog.size -= resource_class.size
         if backlog.size:
-            if backlog.blocked_by is None:
+            if backlog not in self.blocked:
                 self.ready.place(backlog)
             return
-        if backlog.blocked_by is not None:
-            self._forget_blocker(backlog)
+        self.blocked.pop(backlog, None)
         self.ready.remove(backlog)
         del self.backlogs[backlog.key]
 
@@ -342,31 +335,20 @@ class ResourceClasses:
     def block(self, backlog: Backlog, workers: dict[Worker, None]) -> None:
         """Blocks a backlog until one of the workers has changed, see Dispatcher."""
         self.ready.remove(backlog)
-        blocker = backlog.blocked_by = backlog.pin or id(workers)
-        self.blocked.setdefault(blocker, (workers, {}))[1][backlog] = None
+        self.blocked[backlog] = workers
 
     def unblock(self, backlog: Backlog) -> None:
-        self._forget_blocker(backlog)
+        del self.blocked[backlog]
         self.ready.place(backlog)
 
     def unblock_for(self, changed: Iterable[Worker]) -> list[Backlog]:
         """Unblocks the backlogs that wait for one of these workers, and returns them."""
-        waiting = [backlogs for workers, backlogs in self.blocked.values() if not workers.keys().isdisjoint(changed)]
-        unblocked = [backlog for backlogs in waiting for backlog in backlogs]
+        unblocked = [b for b, workers in self.blocked.items() if not workers.keys().isdisjoint(changed)]
         for backlog in unblocked:
             self.unblock(backlog)
         return unblocked
 
     def unblock_all(self, *, only_too_few_tasks: bool = False) -> None:
         """Unblocks all backlogs, or only those for which a worker has room, but needs a larger backlog."""
-        for _, backlogs in list(self.blocked.values()):
-            for backlog in [b for b in backlogs if b.too_few_tasks or not only_too_few_tasks]:
-                self.unblock(backlog)
-
-    def _forget_blocker(self, backlog: Backlog) -> None:
-        assert backlog.blocked_by is not None, "it is blocked"
-        _, backlogs = self.blocked[backlog.blocked_by]
-        del backlogs[backlog]
-        if not backlogs:
-            del self.blocked[backlog.blocked_by]
-        backlog.blocked_by = None
+        for backlog in [b for b in self.blocked if b.too_few_tasks or not only_too_few_tasks]:
+            self.unblock(backlog)
