@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
-from multigpu_master.rpc.parsing import more_fields_than
+from multigpu_master.rpc.requests import more_fields_than
 
 RUN = task_service_pb2.RunRequest.DESCRIPTOR
 

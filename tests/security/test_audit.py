@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
-from multigpu_master.rpc.parsing import REQUEST_BYTES_MAX, parse
+from multigpu_master.rpc.requests import REQUEST_BYTES_MAX, parse
 from multigpu_master.security import audit
 from multigpu_master.security.auth import allowed_roles
 from multigpu_master.security.tokens import ADMIN

@@ -13,7 +13,7 @@
 
 from collections.abc import Callable
 
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import RUN_GRACE_S, Ledger
 from multigpu_master.core.model import (
     ATTEMPTS_KEPT,

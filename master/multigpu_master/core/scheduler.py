@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, rejection, room_rejection
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.identity import conflict, fingerprint
 from multigpu_master.core.ledger import Counters, Ledger, Limits
 from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, Task, TaskError, partition_of

@@ -18,7 +18,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
 from multigpu_master.journal.sqlite import reads
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
-from multigpu_master.rpc.paging import make_page_token, parse_page_token, read_page_size
+from multigpu_master.rpc.requests import make_page_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.payloads import outcome_without_result
 from multigpu_master.wire.tasks import task_message, task_state

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from multigpu.v1 import classify_pb2, embed_pb2, generate_pb2, infer_pb2, rerank_pb2  # noqa: F401
 
 from multigpu_master.errors import InvalidArgumentError, call_error
-from multigpu_master.rpc.parsing import parse
+from multigpu_master.rpc.requests import parse
 from multigpu_master.security.audit import Audit
 from multigpu_master.security.auth import Auth, Serve
 

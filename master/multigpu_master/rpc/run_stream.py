@@ -15,8 +15,7 @@ from multigpu_master.journal.protocol import SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.intake import RESOURCE_EXHAUSTED, Intake, count_tasks, stored_body
-from multigpu_master.rpc.paging import check_count
-from multigpu_master.rpc.parsing import parse
+from multigpu_master.rpc.requests import check_count, parse
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.payloads import NOT_READABLE
 from multigpu_master.wire.tasks import request_ids_of

@@ -22,7 +22,7 @@ from multigpu_master.journal.payload_files import InitialMetadata
 from multigpu_master.journal.protocol import StoredOutcome
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.intake import Answer, Intake, count_tasks, fill_stored
-from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
+from multigpu_master.rpc.requests import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
 from multigpu_master.rpc.serve_stream import serve_stream
 from multigpu_master.security.auth import caller_queues

@@ -24,8 +24,7 @@ from multigpu_master.errors import (
 )
 from multigpu_master.journal.payload_files import WRONG_KEY, InitialMetadata
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.paging import check_count
-from multigpu_master.rpc.parsing import parse
+from multigpu_master.rpc.requests import check_count, parse
 from multigpu_master.rpc.serve_stream import serve_stream
 from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, partial_outputs, reports_of

@@ -25,7 +25,7 @@ from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.errors import InvalidArgumentError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.paging import parse_page_token, read_page_size
+from multigpu_master.rpc.requests import parse_page_token, read_page_size
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import tasks as wire_tasks

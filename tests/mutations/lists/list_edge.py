@@ -155,7 +155,7 @@ HTTP2 = "hostile/test_http2.py::test_"
 
 # What the master does before it knows a peer's token.
 grpc_server = partial(Mutation, module="multigpu.daemon.grpc_server")
-small_requests = partial(Mutation, module="multigpu_master.rpc.small_requests")
+small_requests = partial(Mutation, module="multigpu_master.rpc.requests")
 registration = partial(Mutation, module="multigpu_master.rpc.registration")
 health = partial(Mutation, module="multigpu_master.rpc.health_service")
 

@@ -21,7 +21,7 @@ EVENTS = (
         "        self._handlers",
     ),
     scheduler("tick ignores deadlines", "self.timers.next_s(), self.ledger.expiries.next_s()", "self.timers.next_s(),"),
-    scheduler("outcomes are sent twice", "self._settled = []", module="multigpu_master.core.commands"),
+    scheduler("outcomes are sent twice", "self._settled = []", module="multigpu_master.core.events"),
     scheduler(
         "P5: duplicate request_id taken twice",
         "known = ledger.requests.get(task.request_id) if task.request_id else None",

@@ -10,7 +10,7 @@ gangs = partial(Mutation, module=f"{CORE}.placement.gangs", checker="gangs")
 ROOM = "worker/models/test_loader.py::test_models_make_room_for_a_rank_of_a_gang"
 loader = partial(Mutation, module="multigpu_worker.models.loader", checker=ROOM)
 worker = partial(Mutation, module="multigpu_worker.dispatcher", checker=ROOM)
-obstacles = partial(Mutation, module=f"{CORE}.placement.obstacles", checker="gangs")
+obstacles = partial(Mutation, module=f"{CORE}.placement.candidates", checker="gangs")
 dispatch = partial(Mutation, module=f"{CORE}.placement.dispatch", checker="gangs")
 ledger = partial(Mutation, module=f"{CORE}.ledger", checker="gangs")
 fleet = partial(Mutation, module=f"{CORE}.workers.fleet", checker="gangs")

@@ -219,7 +219,7 @@ JOURNAL = (
     Mutation(
         "P5: an ephemeral task's payload is forgotten",
         "payload_crc(task)",
-        module="multigpu_master.core.ephemeral",
+        module="multigpu_master.core.ledger",
         checker="pytest",
     ),
     reads("a deleted file is taken for a time to live that is over", "outcome.lost = f", "_ = f"),

@@ -11,7 +11,7 @@ timers = partial(Mutation, module="multigpu_master.core.timers")
 
 LEDGER = (
     Mutation(
-        "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.commands"
+        "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.events"
     ),
     ledger("tasks of one class run out of order", "if requeued_letter:", seeds=20_000),
     fleet(
@@ -97,18 +97,18 @@ LEDGER = (
         "P10: ephemeral outcomes pile up",
         "        while self.size_bytes > self._bytes_max:\n",
         "        while False:\n",
-        module="multigpu_master.core.ephemeral",
+        module="multigpu_master.core.ledger",
     ),
     Mutation(
         "P10: ephemeral outcomes outlive their time",
         "self._timers.at(due_s, self._expire)",
-        module="multigpu_master.core.ephemeral",
+        module="multigpu_master.core.ledger",
     ),
     Mutation(
         "ephemeral outcomes are forgotten at once",
         "            if not self._heap or self._heap[0][0] > now:\n",
         "            if not self._heap:\n",
-        module="multigpu_master.core.ephemeral",
+        module="multigpu_master.core.ledger",
     ),
     timers("P6: timers are a tick early", "while heap and heap[0][0] <= now", "while heap and heap[0][0] <= now + 0.2"),
     timers("timers of settled tasks fire", "task if task is not None and task.outcome is None else None\n", "task\n"),

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN, TO_GROW
-from multigpu_master.core.ephemeral import settled_bytes
-from multigpu_master.core.ledger import RANK_ENDED, RUN_GRACE_S
+from multigpu_master.core.ledger import RANK_ENDED, RUN_GRACE_S, settled_bytes
 from multigpu_master.core.model import SLOT, Lease, OutcomeState, Task, Worker, shape_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core

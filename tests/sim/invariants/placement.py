@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Shape, Task, Worker, partition_of, shape_of
-from multigpu_master.core.placement.obstacles import blocked_now, obstacles
+from multigpu_master.core.placement.candidates import blocked_now, obstacles
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.strategy import Strategy

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Task, Worker, shape_of
-from multigpu_master.core.placement.obstacles import obstacles
+from multigpu_master.core.placement.candidates import obstacles
 from multigpu_master.core.scheduler import Core
 
 from tests.sim.world import ViolationError, check

@@ -6,12 +6,18 @@ from collections.abc import Callable
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Task, Worker
-from multigpu_master.core.placement.candidates import Candidates, Place, others_and_best
+from multigpu_master.core.placement.candidates import (
+    Candidates,
+    Place,
+    backlog_suffices,
+    free_if_short,
+    is_one_of,
+    others_and_best,
+)
 from multigpu_master.core.placement.gangs import Gangs, form
-from multigpu_master.core.placement.obstacles import backlog_suffices, free_if_short, is_one_of
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import Backlog, ResourceClass
 from multigpu_master.core.restart import IdRange

@@ -7,8 +7,8 @@ from operator import attrgetter
 
 from multigpu_master.core.admission import why_unplaceable
 from multigpu_master.core.model import OutcomeState, Queue, Shape, Task, Worker, partition_of, shape_of
+from multigpu_master.core.placement.candidates import backlog_suffices, is_one_of, obstacles
 from multigpu_master.core.placement.gangs import one_per_device
-from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.strategy import Strategy

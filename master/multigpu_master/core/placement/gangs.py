@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable
 
 from multigpu_master.core.attempts import TO_GROW, Attempts
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
-from multigpu_master.core.placement.obstacles import free_if_short, is_one_of
+from multigpu_master.core.placement.candidates import free_if_short, is_one_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers

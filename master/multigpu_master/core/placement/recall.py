@@ -14,10 +14,10 @@ from collections.abc import Callable
 from heapq import nsmallest
 from itertools import islice
 
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Worker, shape_of
-from multigpu_master.core.placement.obstacles import backlog_suffices, blocked_now
+from multigpu_master.core.placement.candidates import backlog_suffices, blocked_now
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet

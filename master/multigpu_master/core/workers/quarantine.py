@@ -21,7 +21,7 @@ breaker, only devices that can't run any task are quarantined.
 from dataclasses import dataclass, field
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
 from multigpu_master.core.workers.fleet import Fleet

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
-from multigpu_master.core.commands import Commands
+from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Energy, Extra, Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker, total
 from multigpu_master.core.placement.gangs import Gangs

@@ -14,7 +14,7 @@ from multigpu_master.errors import PreconditionError
 from multigpu_master.journal.protocol import SubmitRecord
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.paging import check_count, make_page_token, parse_page_token, read_page_size
+from multigpu_master.rpc.requests import check_count, make_page_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.write_buffer import DURABLE_S
 

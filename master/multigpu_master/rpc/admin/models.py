@@ -12,8 +12,8 @@ from multigpu_master.core.workers.residency import is_version
 from multigpu_master.driver import Driver
 from multigpu_master.errors import ExhaustedError, NotFoundError
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.paging import check_count, page_of
 from multigpu_master.rpc.queries import pausing
+from multigpu_master.rpc.requests import check_count, page_of
 from multigpu_master.wire.models import resident_message
 
 WORKERS_MAX = 1000

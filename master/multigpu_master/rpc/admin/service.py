@@ -20,7 +20,7 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.paging import make_page_token, page_of, parse_page_token, read_page_size
+from multigpu_master.rpc.requests import make_page_token, page_of, parse_page_token, read_page_size
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name

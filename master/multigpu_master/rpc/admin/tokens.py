@@ -6,7 +6,7 @@ from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.driver import Driver
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError, JournalError, NotFoundError, PreconditionError
-from multigpu_master.rpc.paging import page_of
+from multigpu_master.rpc.requests import page_of
 from multigpu_master.security.auth import Auth
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
 from multigpu_master.wire.times import seconds_of, set_time

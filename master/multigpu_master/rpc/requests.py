@@ -1,0 +1,183 @@
+"""Requests: read and parsed within limits, so that none blocks the event loop for long; page sizes, page tokens and
+cursors.
+
+Parsing many small fields blocks the event loop, for about 60 ms per MiB, and a field of two bytes becomes an object of
+a hundred. So a request's size is checked first, and the fields of a large request are counted.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from multigpu_master.errors import ExhaustedError, InvalidArgumentError
+
+# Limit of requests without payloads. Those with payloads have the limit of every message: MESSAGE_BYTES_MAX of
+# multigpu.daemon.grpc_server.
+REQUEST_BYTES_MAX = 2 << 20
+WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
+# Limit of fields in a request that is larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
+FIELDS_MAX = 500_000
+
+PAGE_PREFIX = "p."
+CURSOR_PREFIX = "w."  # a Watch cursor is w.INCARNATION.NUMBER
+PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
+# Of requests that need no token: gRPC accepts messages of up to 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.
+SMALL_BYTES_MAX = 4096
+SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
+
+VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
+T = TypeVar("T")
+
+
+def parse(message_type: Any, data: bytes) -> Any:
+    """Parses a message. Raises InvalidArgumentError if the bytes are no such message, or pass a limit."""
+    if len(data) > REQUEST_BYTES_MAX:
+        if message_type.DESCRIPTOR.name not in WITH_PAYLOADS:
+            text = f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: send less at once"
+            raise InvalidArgumentError(text)
+        if more_fields_than(FIELDS_MAX, message_type.DESCRIPTOR, data):
+            text = f"the message has more than {FIELDS_MAX} fields: send fewer tasks at once"
+            raise InvalidArgumentError(text)
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        name = message_type.DESCRIPTOR.full_name
+        text = f"not a {name}: {error}; check that both sides use the same .proto files and that strings are UTF-8"
+        raise InvalidArgumentError(text) from None
+
+
+def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
+    """Whether the serialized message and the messages in it have more than `count_max` fields. Of an invalid message,
+    the fields up to the error count, because a parser reads them, too.
+    """
+    fields_left = count_max
+    todo = [(0, len(data), descriptor)]
+    while todo and fields_left >= 0:
+        at, end, descriptor = todo.pop()
+        messages = _messages(descriptor)
+        try:
+            while at < end and fields_left >= 0:
+                fields_left -= 1
+                tag = data[at]
+                if tag < 128:  # without a call: most varints have one byte
+                    at += 1
+                else:
+                    tag, at = _varint(data, at)
+                kind = tag & 7
+                if kind == VARINT:
+                    _, at = _varint(data, at)
+                elif kind == BYTES:
+                    size = data[at]
+                    if size < 128:
+                        at += 1
+                    else:
+                        size, at = _varint(data, at)
+                    if (message := messages.get(tag >> 3)) is not None:
+                        todo.append((at, at + size, message))
+                    at += size
+                elif kind in (FIXED64, FIXED32):
+                    at += 8 if kind == FIXED64 else 4
+                elif kind not in (GROUP, GROUP_END):
+                    break
+        except IndexError:
+            pass
+    return fields_left < 0
+
+
+@cache
+def _messages(descriptor: Any) -> dict[int, Any]:
+    """The descriptors of the fields that are messages, by number."""
+    return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns a varint and the position after it. Raises IndexError if it has more than ten bytes or is cut off."""
+    value = 0
+    for n in range(10):
+        byte = data[at + n]
+        value |= (byte & 127) << 7 * n
+        if byte < 128:
+            return value, at + n + 1
+    raise IndexError
+
+
+# --- pages and counts ------------------------------------------------------------------------------------------------
+
+
+def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
+    """Returns the number in a page token, 0 if it is empty. Raises InvalidArgumentError if the token is not valid."""
+    number = token.removeprefix(prefix)
+    if token and (number == token or not number.isascii() or not number.isdigit() or len(number) > 18):
+        raise InvalidArgumentError(f"this service did not issue the {name}")
+    return int(number or 0)
+
+
+def make_page_token(number: int) -> str:
+    """An opaque page token."""
+    return f"{PAGE_PREFIX}{number}"
+
+
+def make_cursor(incarnation: str, number: int) -> str:
+    """An opaque Watch cursor."""
+    return f"{CURSOR_PREFIX}{incarnation}.{number}"
+
+
+def read_cursor(cursor: str) -> tuple[str, int]:
+    """Returns the incarnation that issued a Watch cursor, and the cursor's number; ("", 0) if the cursor is empty.
+    Raises InvalidArgumentError if it is not valid.
+    """
+    incarnation, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
+    return incarnation, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{incarnation}.")
+
+
+def check_count(count: int, limit: int, items: str, advice: str = "") -> None:
+    """Raises InvalidArgumentError if there are too many items: to serve them in one call would delay other calls."""
+    if count > limit:
+        raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed" + (f": {advice}" if advice else ""))
+
+
+def read_page_size(size: int) -> int:
+    """Returns the number of items on a page. Raises InvalidArgumentError if `size` is out of range."""
+    if not 0 <= size <= PAGE_SIZE_MAX:
+        raise InvalidArgumentError(f"page_size is {size}; use 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE_DEFAULT}")
+    return size or PAGE_SIZE_DEFAULT
+
+
+def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
+    """The page that a List request asks for, and the token of the next page."""
+    size, start = read_page_size(request.page_size), parse_page_token(request.page_token, "page_token")
+    end = start + size
+    return items[start:end], make_page_token(end) if end < len(items) else ""
+
+
+# --- requests that need no token -------------------------------------------------------------------------------------
+
+
+async def read_small(context: Any) -> Any:
+    """Reads a request that needs no token, or EOF. Rejects a request that is large or does not arrive with its call.
+
+    A call can make gRPC buffer at most what it receives in SMALL_CPU_S of the process's CPU time.
+    """
+    reading = asyncio.ensure_future(context.read())
+    cpu_end_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S
+    try:
+        await asyncio.wait([reading], timeout=SMALL_POLL_S)
+        while not reading.done():
+            if time.process_time() > cpu_end_s or time.monotonic() > end_s:
+                text = "the request is large, or did not come with the call: send both at once, or try again"
+                raise ExhaustedError(text)
+            await asyncio.wait([reading], timeout=SMALL_POLL_S)
+    finally:
+        reading.cancel()
+    data = reading.result()
+    if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
+        text = (
+            f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: it only needs the name of a service"
+        )
+        raise InvalidArgumentError(text)
+    return data
