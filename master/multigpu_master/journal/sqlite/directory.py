@@ -34,6 +34,7 @@ from multigpu_master.journal.sqlite.schema import (
     PART_NAME,
     SCHEMA,
     SCHEMA_VERSION,
+    SCHEMA_VERSION_MIN,
     TASK_COLUMNS,
     left_open,
 )
@@ -146,13 +147,11 @@ def check_header(path: Path) -> None:
 def _check_identity(path: Path, application_id: int, version: int) -> None:
     if application_id != APPLICATION_ID:
         raise JournalError(f"{path} is an SQLite database, but not a journal of multigpu. Give another --data-dir.")
-    if version > SCHEMA_VERSION:
+    if not SCHEMA_VERSION_MIN <= version <= SCHEMA_VERSION:
         raise JournalError(
-            f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
-            "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
+            f"The journal {path} has schema version {version}; this multigpu knows versions {SCHEMA_VERSION_MIN} to "
+            f"{SCHEMA_VERSION}. Start the multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
-    if version < SCHEMA_VERSION:
-        raise damaged_error(path, f"it has schema version {version}")
 
 
 def _check_contents(path: Path) -> None:
