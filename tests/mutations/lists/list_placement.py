@@ -141,10 +141,14 @@ PLACEMENT = (
     ),
     classes(
         "an unblocked backlog is not ready",
-        "        self._forget_blocker(backlog)\n        self.ready.place(backlog)\n",
-        "        self._forget_blocker(backlog)\n",
+        "        del self.blocked[backlog]\n        self.ready.place(backlog)\n",
+        "        del self.blocked[backlog]\n",
     ),
-    classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
+    classes(
+        "a blocked backlog is ready",
+        "        self.ready.remove(backlog)\n        self.blocked[",
+        "        self.blocked[",
+    ),
     classes("a growing backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
     classes("an item that moved keeps its place", "if item.entry_number == entry_number:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
@@ -161,8 +165,8 @@ PLACEMENT = (
     classes("P10: empty backlogs stay in memory", "del self.backlogs[backlog.key]"),
     classes(
         "a change of one worker unblocks too little",
-        "for backlogs in waiting for backlog in backlogs]",
-        "for backlogs in waiting for backlog in list(backlogs)[:1]]",
+        "if not workers.keys().isdisjoint(changed)]",
+        "if not workers.keys().isdisjoint(changed)][:1]",
     ),
     recall("leases are not recalled for free slots", "self._recall_for_slots(workers, now)"),
     recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(over_slots, now)"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Shape, Task, Worker, partition_of, shape_of
-from multigpu_master.core.placement.candidates import blocked_now, obstacles
+from multigpu_master.core.placement.candidates import obstacle_now, obstacles
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.strategy import Strategy
@@ -68,7 +68,7 @@ class Placement:
         mine = gangs.reserved_for(strategy, shape)
         able = [w for w in core.fleet.workers.values() if core.fleet.unfit(w, shape) is None]
         free = [w for w in able if w in mine or w.gang_leases_limit is None]
-        free = [w for w in free if w.accepting and not blocked_now(core.fleet, strategy, shape, w)]
+        free = [w for w in free if w.accepting and not obstacle_now(core.fleet, strategy, shape, w)]
         idle = {w.device_key for w in free if not (w.leases or w.occupied_slots)}
         check(len(idle) < shape.world_size_min, "task %s waits, though %s workers are idle", task.task_id, len(idle))
         reserved = [w for w in core.fleet.workers.values() if w.gang_leases_limit is not None]

@@ -12,6 +12,8 @@ from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.residency import Block
 
+# Why a worker may not get a task now.
+NO_OBSTACLE, EXCLUDED, NO_ROOM_FOR_MODEL = range(3)
 # Limit of the models that an explanation names.
 NAMED_MAX = 8
 
@@ -31,11 +33,15 @@ def free_if_short(worker: Worker, shape: Shape) -> int | None:
     return free if free < shape.memory_bytes else None
 
 
-def blocked_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
-    """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now."""
+def obstacle_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> int:
+    """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now: one
+    of the numbers above.
+    """
     if free_if_short(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
-        return True
-    return fleet.models_by_id and fleet.model_block(worker, shape) is not None
+        return EXCLUDED
+    if fleet.models_by_id and fleet.model_block(worker, shape) is not None:
+        return NO_ROOM_FOR_MODEL
+    return NO_OBSTACLE
 
 
 def backlog_suffices(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker, queued: int) -> bool:
@@ -99,12 +105,6 @@ def _illness(worker: Worker) -> str:
         asked = "an operator asked for a check" if worker.check_at_once else "different tasks failed on it"
         reasons.append(f"{asked}, and its device has not passed a check yet")
     return "; ".join(reasons) or "its device is being checked"
-
-
-# Why a worker may not get the tasks now.
-NO_OBSTACLE = 0
-EXCLUDED = 1
-NO_ROOM_FOR_MODEL = 2
 
 
 class Place(NamedTuple):
@@ -180,13 +180,8 @@ class Candidates:
 
     def _place(self, worker: Worker) -> Place:
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
-        score, obstacle = 0.0, NO_OBSTACLE
-        if free_if_short(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
-            obstacle = EXCLUDED
-        elif fleet.models_by_id and fleet.model_block(worker, shape) is not None:
-            obstacle = NO_ROOM_FOR_MODEL
-        else:
-            score = strategy.score(shape, worker, fleet)
+        obstacle = obstacle_now(fleet, strategy, shape, worker)
+        score = strategy.score(shape, worker, fleet) if obstacle == NO_OBSTACLE else 0.0
         return Place(score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle)
 
 
@@ -196,6 +191,6 @@ def others_and_best(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) ->
     """
     strategy, shape = backlog.strategy, backlog.shape
     others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
-    free = [w for w in others if not w.full and not blocked_now(fleet, strategy, shape, w)]
+    free = [w for w in others if not w.full and not obstacle_now(fleet, strategy, shape, w)]
     first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
     return others, first

@@ -17,7 +17,7 @@ from itertools import islice
 from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Worker, shape_of
-from multigpu_master.core.placement.candidates import backlog_suffices, blocked_now
+from multigpu_master.core.placement.candidates import backlog_suffices, obstacle_now
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
@@ -117,7 +117,7 @@ class Recalls:
             queued = ledger.classes.queued(strategy, shape) + 1  # with the lease's own task
             found = cache[spec.queue, shape, loaded] = [
                 w for w in free
-                if w in able and not w.full and not blocked_now(fleet, strategy, shape, w)
+                if w in able and not w.full and not obstacle_now(fleet, strategy, shape, w)
                 and backlog_suffices(fleet, strategy, shape, w, queued)
                 and (not loaded or _has_loaded(fleet, w, shape))
             ]  # fmt: skip
@@ -142,7 +142,7 @@ class Recalls:
             for worker, known in less_urgent.items():
                 if not needed:
                     break
-                if known == [] or worker not in able or blocked_now(fleet, backlog.strategy, backlog.shape, worker):
+                if known == [] or worker not in able or obstacle_now(fleet, backlog.strategy, backlog.shape, worker):
                     continue
                 waiting = self._waiting(worker, now, last_first=True) if known is None else known
                 leases = [x for x in waiting if x.task.spec.priority > priority]  # no later backlog is more urgent
