@@ -206,7 +206,7 @@ class WriteBuffer:
         """How many cancellations of tasks without log and outputs fit on the disk now."""
         if self.writable:
             return sys.maxsize
-        return max(0, self._journal.room_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
+        return max(0, self._journal.free_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
 
     def begin_epoch(self, epoch: int, done: Done) -> None:
         """Writes the epoch of the ids that are issued next."""

@@ -38,6 +38,37 @@ def test_a_lease_whose_failure_was_reported_does_not_come_back() -> None:
     assert state_of(task) is OutcomeState.DEAD_LETTERED
 
 
+def test_an_attempt_that_ended_while_no_session_was_open_has_its_own_times() -> None:
+    """Its end was the time of its adoption: a task of 2.4 s seemed to take an hour."""
+    stage, task = leased()
+    lease = lease_of(task)
+    stage.beat(running=True, after_s=0.1)
+    start_s = stage.now
+    stage.handle(ev.SessionClosed(stage.sessions), 1.0)
+    stage.handle(ev.Tick(), 3600.0)
+    stage.worker("w", [held_lease(lease, running=True)])
+    reports = ev.Reports(stage.sessions, [lease.lease_id], [b""], start_s=start_s, finish_s=start_s + 2.4)
+    stage.handle(reports, 0.5)
+    outcome = outcome_of(task)
+    assert (outcome.dispatch_s, outcome.start_s, outcome.finish_s) == (start_s, start_s, start_s + 2.4)
+
+
+def test_a_requeued_dead_letter_takes_back_no_lease_of_an_attempt_before() -> None:
+    """A worker lists leases whose report may be lost. The failure counted twice: no new attempt was made."""
+    stage, task = leased(Spec(kind="run", attempts_max=1))
+    old = lease_of(task)
+    stage.report(old, FAILED)
+    assert state_of(task) is OutcomeState.DEAD_LETTERED
+    stage.handle(ev.SettlesCommitted([task]))
+    stage.handle(ev.SessionClosed(stage.sessions))
+    again = Task(task.spec, "", b"payload", task_id=task.task_id)
+    assert stage.submitted([again]).fresh == [again]
+    commands = stage.worker("w", [held_lease(old)])
+    assert any(isinstance(c, ev.Revoke) and c.lease_ids == [old.lease_id] for c in commands)
+    assert (lease_of(again).attempt, again.attempts) == (1, 1)
+    assert lease_of(again).lease_id != old.lease_id
+
+
 def test_an_old_lease_that_is_lost_again_takes_nothing_off_the_count() -> None:
     stage = Stage()
     stage.worker("a")

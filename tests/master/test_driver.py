@@ -403,7 +403,7 @@ async def test_a_cancellation_without_room_changes_nothing(stage: Stage, monkeyp
     tasks = stage.submit("one", "two")
     await stage.durable()
     monkeypatch.setattr(stage.driver.write_buffer, "writable", False)
-    monkeypatch.setattr(stage.journal, "room_bytes", lambda: 0)
+    monkeypatch.setattr(stage.journal, "free_bytes", lambda: 0)
     request = task_service_pb2.CancelRequest(task_ids=[task.task_id for task in tasks])
     with pytest.raises(ExhaustedError, match="0 tasks were cancelled, 2 were not"):
         await stage.service.Cancel(request, None)

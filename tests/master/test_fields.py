@@ -4,7 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
+from multigpu_master.core.model import Task
 from multigpu_master.rpc.requests import more_fields_than
+from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.tasks import request_ids_of, tasks_of
 
 RUN = task_service_pb2.RunRequest.DESCRIPTOR
 
@@ -44,3 +47,16 @@ def test_an_endless_varint_is_left_to_the_parser() -> None:
 def test_any_bytes_are_counted_or_left_to_the_parser(data: bytes, count_max: int) -> None:
     assert more_fields_than(count_max, RUN, data) in (True, False)
     assert not more_fields_than(len(data), RUN, data)
+
+
+def test_a_column_of_payloads_needs_no_request_ids() -> None:
+    """Such tasks were left out of the answer, and lost."""
+    batch = task_pb2.TaskBatch(spec=task_pb2.TaskSpec(kind="k"), payloads=[b"x", b"y"])
+    batch.inputs.add(request_id="first", payload=b"z")
+    tasks = tasks_of(SpecReader().read(batch.spec), batch, 1000)
+    assert request_ids_of(batch) == ["first", "", ""]
+    assert [(t.request_id, t.payload) for t in tasks if isinstance(t, Task)] == [
+        ("first", b"z"),
+        ("", b"x"),
+        ("", b"y"),
+    ]

@@ -30,7 +30,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
     if ledger.classes.too_many_shapes(spec, SHAPES_MAX):
         what = (
-            f"tasks of {SHAPES_MAX} different requirements (kind, model, labels and device memory) wait in queue "
+            f"tasks of {SHAPES_MAX} different requirements (kind, model, labels, device memory, workers) wait in queue "
             f"{spec.queue!r} already; use fewer of them, or try again later"
         )
         return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
@@ -65,7 +65,9 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     workers = list(fleet.workers.values())
     if not workers:
         return "no worker has joined this master yet; start one"
-    wait = "start one that can" if queued else "start one that can, or set wait_for_worker to queue the task until then"
+    wait = "start a worker that can"
+    if not queued:
+        wait += ", or set wait_for_worker to queue the task until then"
     capabilities = [c for w in workers for c in w.info.capabilities if c.kind == spec.kind]
     offered = any(spec.model in c.models for c in capabilities)
     failed = fleet.load_error(spec.model) if spec.model and not offered else None

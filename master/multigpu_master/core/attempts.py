@@ -68,7 +68,7 @@ class Attempts:
             self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
-        dispatch_s, start_s = lease.stages(start_s, finish_s)
+        dispatch_s, start_s, finish_s = lease.stages(start_s, finish_s)
         outcome = Outcome(
             OutcomeState.DEAD_LETTERED if error.retryable else OutcomeState.FAILED, finish_s, error=error,
             dispatch_s=dispatch_s, start_s=start_s, worker_id=worker.worker_id, device_id=worker.info.device_id,
@@ -139,7 +139,7 @@ class Attempts:
     @staticmethod
     def _record(lease: Lease, start_s: float, end_s: float, reason: str) -> None:
         """Keeps the attempt, for display only."""
-        dispatch_s, start_s = lease.stages(start_s, end_s)
+        dispatch_s, start_s, end_s = lease.stages(start_s, end_s)
         reason = reason[:REASON_CHARS_MAX]
         attempt = Attempt(lease.worker.worker_id, dispatch_s, start_s, end_s, reason, lease.lease_id)
         extra = lease.task.ensure_extra()
@@ -182,7 +182,7 @@ class Attempts:
         outcome = Outcome(state, now, error=error)
         lease = task.lease
         if lease is not None:
-            outcome.dispatch_s, outcome.start_s = lease.stages(lease.run_s, now)
+            outcome.dispatch_s, outcome.start_s, _ = lease.stages(lease.run_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
         self.take_out(task, error.message)
         self._ledger.settle(task, outcome, now)

@@ -112,6 +112,7 @@ class Extra:
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     reservations_expired: int = 0  # of a gang: reservations that ended before it could begin
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
+    first_lease_id: int = 0  # of a requeued dead letter: leases with lower ids were granted before
     # The device_key of the device on which it last failed or was not begun, or the worker_id of the worker that
     # returned its recalled lease.
     avoid_device_or_worker: str = ""
@@ -241,16 +242,17 @@ class Lease:
     gang: "Gang | None" = None  # with the leases of the task's other ranks
     rank: int = 0
 
-    def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
-        """Returns the attempt's (dispatch_s, start_s), so that dispatch_s <= start_s <= finish_s; a start of 0.0 is
-        unknown. The arguments may be times of the worker's clock, which may be wrong. Of a lease of an earlier
-        session (frame 0), self.dispatch_s may be the time of its adoption: if the attempt began before that, its start
-        counts as its dispatch.
+    def stages(self, start_s: float, finish_s: float) -> tuple[float, float, float]:
+        """Returns the attempt's (dispatch_s, start_s, finish_s), in this order of time; a start of 0.0 is unknown. The
+        arguments may be times of the worker's clock, which may be wrong. Of a lease of an earlier session (frame 0),
+        self.dispatch_s may be the time of its adoption: if the attempt began before that, its start counts as its
+        dispatch.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
             dispatch_s = min(dispatch_s, max(self.task.submit_s, start_s))
-        return dispatch_s, min(max(start_s, dispatch_s), finish_s) if start_s else 0.0
+        finish_s = max(finish_s, dispatch_s)
+        return dispatch_s, min(max(start_s, dispatch_s), finish_s) if start_s else 0.0, finish_s
 
 
 @dataclass(slots=True, eq=False)

@@ -154,6 +154,8 @@ class Core:
                 continue
             dead_letter_id = task.task_id  # a requeued dead letter keeps its id; 0: a new task
             task.task_id = dead_letter_id or ids.issue()
+            if dead_letter_id:
+                task.ensure_extra().first_lease_id = ids.next_id
             task.submit_s = now
             task.streams = streams
             if resource_class is None or task.partition_key != key:

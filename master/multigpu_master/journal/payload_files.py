@@ -1,9 +1,11 @@
 """The master's side of payloads by reference (multigpu._transport.payloads): which peers share the directory, which
 references are valid, which files must be synced, and which may be deleted.
 
-Each segment to which a task, an outcome or an unwritten entry in the master's memory refers has one `SegmentHold`. When
-its last reference is gone, the segment is deleted unless a row of the journal refers to the segment or another process
-has a lock on it. A scan finds segments that were never reported to the master, because their writer was killed before.
+A shared segment is a file of payloads that a client or worker wrote. (journal/sqlite/segments.py has the segments that
+the journal writes.) Each shared segment to which a task, an outcome or an unwritten entry in the master's memory refers
+has one `SegmentHold`. When its last reference is gone, the segment is deleted unless a row of the journal refers to the
+segment or another process has a lock on it. A scan finds segments that were never reported to the master, because their
+writer was killed before.
 
 Files are opened relative to the directory, never through links. They must be of the master's user, with a single
 hard link.
@@ -44,7 +46,8 @@ DIRECTORY_NAME = "payloads"
 BUSY_S, IDLE_S = 0.05, 0.5
 # After this time, a segment that its writer still has locked is left to the scan.
 WAIT_S = 2.0
-# Segments that are kept for the next writer are deleted when no segment has become unused for this time.
+# Segments that are kept for the next writer are deleted when no segment of about the full size has become unused for
+# this time.
 FREE_S = 3.0
 SCAN_S, SCAN_SEGMENTS = 1.0, 64  # period of the scan, and the segments that it checks in each
 _OFFSET_MAX = 1 << 40
@@ -88,8 +91,8 @@ class Payloads:
         self._in_use = in_use
         self._key = secrets.token_hex(32).encode()
         self._dir_fd = -1
-        self._stored: WeakValueDictionary[str, SegmentHold] = WeakValueDictionary()
-        self._lock = threading.Lock()  # protects _stored, and deletions
+        self._held: WeakValueDictionary[str, SegmentHold] = WeakValueDictionary()
+        self._lock = threading.Lock()  # protects _held, and deletions
         self.released: deque[str] = deque()  # names of segments without references
         self._journaled: set[str] = set()  # rows may refer to these; their names are synced
         self._undeletable: set[str] = set()  # the log has a line for each
@@ -176,9 +179,9 @@ class Payloads:
 
     def _hold(self, name: str) -> SegmentHold:
         with self._lock:
-            stored = self._stored.get(name)
+            stored = self._held.get(name)
             if stored is None:
-                stored = self._stored[name] = SegmentHold(self, name)
+                stored = self._held[name] = SegmentHold(self, name)
             return stored
 
     @contextlib.contextmanager
@@ -272,15 +275,15 @@ class Payloads:
 
     def _delete_unused(self, name: str) -> bool:
         """Deletes an unused segment, or keeps it for the next writer. Returns False if another process locks it."""
-        if name in self._stored:
+        if name in self._held:
             return True  # it will be released
         with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # The lock was free, so no process writes to the segment. `_stored` has the references in memory. Rows of
-            # the journal are checked too, because they stay after their references have left `_stored`.
+            # The lock was free, so no process writes to the segment. `_held` has those with references in memory. Rows
+            # of the journal are checked too, because they stay after their references have left the memory.
             if name in self._journaled and self._in_use(name):
                 return True
             found = os.fstat(fd)
@@ -288,7 +291,7 @@ class Payloads:
                 return True
             free = self._reserve_free_name() if found.st_size >= SEGMENT_BYTES // 2 else None
             with self._lock:
-                if name in self._stored:
+                if name in self._held:
                     return True
                 os.rename(name, free or _TRASH, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
             self._journaled.discard(name)

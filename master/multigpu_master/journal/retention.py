@@ -34,7 +34,7 @@ class Retention:
         return self.clock() - self.downtime_s(cursor)
 
     def load(self, saved: bytes) -> None:
-        """Loads a value that `save` returned. Raises ValueError, LookupError or TypeError if it is damaged."""
+        """Loads a value that `save` has written. Raises ValueError, LookupError or TypeError if it is damaged."""
         fields = json.loads(saved)
         self._saved_s = float(fields["time_s"])
         self._downtimes = [(int(cursor), float(seconds)) for cursor, seconds in fields["downtimes"]]
@@ -55,8 +55,10 @@ class Retention:
     def due(self) -> bool:
         return self.clock() - self._saved_s >= SAVE_S
 
-    def save(self, oldest_cursor: int) -> bytes:
-        """Returns the value to store now, without the downtimes that precede all outcomes."""
-        self._saved_s = self.clock()
-        self._downtimes = [each for each in self._downtimes if each[0] > oldest_cursor]
-        return json.dumps({"time_s": self._saved_s, "downtimes": self._downtimes}).encode()
+    def save(self, oldest_cursor: int, write: Callable[[bytes], object]) -> None:
+        """Calls `write` with the value to store, without the downtimes that precede all outcomes. If that raises, the
+        time counts as not saved.
+        """
+        time_s, downtimes = self.clock(), [each for each in self._downtimes if each[0] > oldest_cursor]
+        write(json.dumps({"time_s": time_s, "downtimes": downtimes}).encode())
+        self._saved_s, self._downtimes = time_s, downtimes

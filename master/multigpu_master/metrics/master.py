@@ -66,7 +66,7 @@ class MasterMetrics:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
         if self._otlp is not None or self._prometheus is not None:
-            self._driver.history.latencies = Latencies(self._driver.now())
+            self._driver.history.latencies = Latencies()
             self._take_snapshot()
             self._loop_task = asyncio.get_running_loop().create_task(self._run())
 

@@ -25,7 +25,6 @@ class History:
         self.points: deque[pb.HistoryPoint] = deque(maxlen=POINTS)
         self.latencies: Latencies | None = None  # set while metrics are collected
         self._timer: asyncio.TimerHandle | None = None
-        self._begin_s = now()
         # The current interval: the counters at its start, and the number and durations of its succeeded tasks.
         self._counted = (0, 0, 0)
         self._succeeded = 0
@@ -54,9 +53,7 @@ class History:
             outcome = task.outcome
             if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
                 continue
-            # A task that started under an earlier master may have ended while no master ran: then finish_s is the time
-            # when its worker reconnected.
-            if outcome.start_s >= self._begin_s:
+            if outcome.start_s:  # else it is unknown
                 self._succeeded += 1
                 self._queue_s += outcome.dispatch_s - task.submit_s
                 self._run_s += outcome.finish_s - outcome.start_s

@@ -29,10 +29,9 @@ class _Counts:
 
 
 class Latencies:
-    """Counts since the master began, at `begin_s`."""
+    """Counts since the master began."""
 
-    def __init__(self, begin_s: float) -> None:
-        self._begin_s = begin_s
+    def __init__(self) -> None:
         self._kinds: dict[str, tuple[_Counts, ...]] = {}
 
     def observe(self, tasks: Sequence[Task]) -> None:
@@ -44,9 +43,7 @@ class Latencies:
             queue, run, duration = self._of(task.spec.kind)
             queue.add(max(0.0, outcome.dispatch_s - task.submit_s))
             duration.add(max(0.0, outcome.finish_s - task.submit_s))
-            # No run time if the start is unknown (0.0) or precedes this master: the task may have ended while no master
-            # ran, and finish_s is then the time when its worker reconnected.
-            if outcome.start_s >= self._begin_s:
+            if outcome.start_s:  # else it is unknown
                 run.add(max(0.0, outcome.finish_s - outcome.start_s))
 
     def _of(self, kind: str) -> tuple[_Counts, ...]:

@@ -15,7 +15,8 @@ from multigpu_master.write_buffer import Done, WriteBuffer, tell
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
 FLUSH_WAIT_S = 1.0
-# Limit of keys in one interval, and in the metrics; the usage of further keys is added to OTHER.
+# Limit of keys that a master adds to one interval, and of keys in the metrics; the usage of further keys is added to
+# OTHER.
 KEYS_MAX = 1000
 OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
 

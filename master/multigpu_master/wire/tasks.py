@@ -1,6 +1,6 @@
 """Tasks: from a TaskBatch, to and from the journal's records, and as clients see them."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 from multigpu._transport.payloads import Reference
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -22,8 +22,12 @@ TRACEPARENT_CHARS_MAX = 64
 
 
 def request_ids_of(batch: task_pb2.TaskBatch) -> list[str]:
-    """The request_ids of a batch's tasks, in order."""
-    return [*[i.request_id for i in batch.inputs], *batch.request_ids]
+    """The request_ids of a batch's tasks, in order; "" for a task without one."""
+    return [*[i.request_id for i in batch.inputs], *_column_of_request_ids(batch)]
+
+
+def _column_of_request_ids(batch: task_pb2.TaskBatch) -> Sequence[str]:
+    return batch.request_ids or [""] * len(batch.payloads)
 
 
 def fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection, request_id: str) -> None:
@@ -59,11 +63,11 @@ def tasks_of(
         if i.traceparent:
             task.ensure_extra().traceparent = i.traceparent[:TRACEPARENT_CHARS_MAX]
         tasks.append(task)
-    payloads = list(batch.payloads)
-    if len(payloads) != len(batch.request_ids):
-        message = f"a batch has {len(batch.request_ids)} request_ids and {len(payloads)} payloads; they must be equal"
-        return [*tasks, *[_invalid(message) for _ in batch.request_ids]]
-    for request_id, payload in zip(batch.request_ids, payloads, strict=True):
+    request_ids, payloads = _column_of_request_ids(batch), list(batch.payloads)
+    if len(payloads) != len(request_ids):
+        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads; they must be equal"
+        return [*tasks, *[_invalid(message) for _ in request_ids]]
+    for request_id, payload in zip(request_ids, payloads, strict=True):
         rejection = _check(payload, request_id, "", payload_bytes_max)
         tasks.append(Task(spec, request_id, payload) if rejection is None else rejection)
     return tasks
@@ -108,20 +112,20 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
 def settle_record(task: Task, body: bytes | LargeBody, now: float, *, submitted: bool = True) -> SettleRecord:
     """The journal's record of a task that settles now. `body`: its serialized Outcome; `submitted`: see SettleRecord.
 
-    The retention begins now: finish_s, a time of the worker's clock, may be long ago if no master ran meanwhile.
+    The times of retention begin now: finish_s, a time of the worker's clock, may be long ago if no master ran then.
     """
     outcome, spec = task.outcome, task.spec
     assert outcome is not None, "it is settled"
     return SettleRecord(
         task.task_id, task.request_id, int(outcome.state), spec.queue, spec.kind, spec.model, outcome.worker_id,
-        task.submit_s, outcome.finish_s, now + spec.result_ttl_s, body,
+        task.submit_s, now, now + spec.result_ttl_s, body,
         submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None, identity.fingerprint(task),
         submitted,
     )  # fmt: skip
 
 
 def spec_message(spec: Spec) -> task_pb2.TaskSpec:
-    """A spec as clients see it: as submitted, with the defaults that the master has set."""
+    """A spec as clients see it: as submitted, with the defaults of queue, priority and attempts_max."""
     message = task_pb2.TaskSpec.FromString(spec.wire)
     message.queue, message.priority, message.attempts_max = spec.queue, spec.priority, spec.attempts_max
     return message
@@ -143,7 +147,7 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
         lease = task.lease
         message.worker_id = lease.worker.worker_id
         message.lease_id = lease.lease_id
-        fill_stages(message.stages, task.submit_s, *lease.stages(lease.run_s, now))
+        fill_stages(message.stages, task.submit_s, *lease.stages(lease.run_s, now)[:2])
         if lease.fraction or lease.steps or lease.note:
             message.progress.fraction = lease.fraction
             message.progress.steps = lease.steps

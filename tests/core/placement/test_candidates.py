@@ -142,13 +142,13 @@ def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_go
         lease = Lease(n, Task(Spec(kind="embed", model="m"), "", b""), worker, 1, 0.0, 1, 0.0)
         fleet.add_lease(worker, lease, 0.0)
         fleet.remove_lease(lease)
-        fleet.became_idle(worker)
+        fleet.forget_models_of_leases(worker)
         assert fleet.resident_workers(EMBED) == 10
     assert len(looked) <= 40, "the worker itself, and nobody else"
     other = fleet.workers["w500"]
     fleet.add_lease(other, Lease(99, Task(Spec(kind="embed", model="m"), "", b""), other, 1, 0.0, 1, 0.0), 0.0)
     assert fleet.resident_workers(EMBED) == 11, "one that loads the model is one that has it"
-    fleet.became_idle(other)
+    fleet.forget_models_of_leases(other)
     assert fleet.resident_workers(EMBED) == 10, "and none if it does not say so when it is done"
 
 

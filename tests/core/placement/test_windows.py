@@ -66,7 +66,7 @@ def test_explain_does_not_advise_a_task_to_wait_that_waits(stage: Stage) -> None
     (waiting,) = stage.submit(1, spec=Spec(kind="other", wait_for_worker=True))
     summary = explain(stage.core, waiting, stage.now).summary
     assert summary.startswith("no worker runs kind 'other'")
-    assert summary.endswith("; start one that can")
+    assert summary.endswith("; start a worker that can")
 
 
 @pytest.mark.parametrize(("window_tasks", "expected"), [(64, 16), (10, 10)])

@@ -65,7 +65,7 @@ SESSIONS = (
     sessions("a worker's models are not noted", "fleet.heard(worker, event.models, event.last_frame, now)"),
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.eligibility_changed(worker)"),
-    sessions("loading for ever", "fleet.became_idle(worker)"),
+    sessions("loading for ever", "fleet.forget_models_of_leases(worker)"),
     sessions(
         "a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.maybe_freed[worker] = None\n"
     ),

@@ -12,14 +12,16 @@ from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.residency import Block
 
-# Why a worker may not get a task now.
+# Why a worker may not get a task now. EXCLUDED: by the strategy, or because it has too little device memory.
 NO_OBSTACLE, EXCLUDED, NO_ROOM_FOR_MODEL = range(3)
 # Limit of the models that an explanation names.
 NAMED_MAX = 8
 
 
 def free_if_short(worker: Worker, shape: Shape) -> int | None:
-    """The worker's free device memory, in bytes, if it is too little for the shape; None: enough, or unknown."""
+    """The device memory that is left for one more lease, in bytes, if it is too little for the shape: the reported free
+    memory, minus what the worker's leases require. None: it is enough, or unknown.
+    """
     if not shape.memory_bytes:
         return None
     free = worker.memory_free_bytes()
@@ -55,7 +57,9 @@ def is_one_of(worker: Worker, named: tuple[str, ...]) -> bool:
 
 
 def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> list[str]:
-    """Why an eligible worker can't get a task of this shape now, as texts for people; empty if it can."""
+    """Why an eligible worker can't get a task of this shape now, as texts for people. Does not consider the size of the
+    backlog, pins, and devices on which the task broke an engine.
+    """
     why = []
     if not worker.session:
         why.append("lost")
@@ -81,7 +85,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
     if worker.leased_bytes >= worker.info.window_bytes:
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
     if (free := free_if_short(worker, shape)) is not None:
-        why.append(f"{shape.memory_bytes} bytes of device memory required, {free} free")
+        why.append(f"{shape.memory_bytes} bytes of device memory required, its leases leave {max(0, free)}")
     if (block := fleet.model_block(worker, shape)) is not None:
         why.append(_model_blocked(fleet, worker, shape, block))
     if (excluded := strategy.excludes(shape, worker, fleet)) is not None:

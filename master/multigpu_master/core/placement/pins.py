@@ -47,8 +47,8 @@ class Pins:
         return min([(strategy.score(shape, w, fleet), w.worker_id, w) for w in able], default=None)
 
     def _move_pins(self) -> None:
-        """Adapts the pins to a changed fleet: removes pins to workers that left, and moves a pin to a worker that
-        joined if that worker ranks first.
+        """Adapts the pins to a changed fleet: removes pins to workers that no longer accept leases or have another
+        info, and moves a pin to a worker that joined if that worker ranks first.
         """
         before, fleet = self._members, self._fleet
         now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}

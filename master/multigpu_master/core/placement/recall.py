@@ -77,9 +77,9 @@ class Recalls:
             self._recall_for_urgent(over_slots, now)
 
     def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
-        """Recalls each waiting lease for which there is a worker with a free slot: one whose held and promised leases
-        are fewer than its slots, or than its held leases plus a share of this window, but not more than its own window
-        allows. With n waiting leases, a share is n / (workers with free slots + 1).
+        """Recalls each waiting lease for which there is a worker with a free slot. Such a worker is promised leases
+        until it has one for each slot; or, within its window, until it was promised the `quota`: of n leases that wait
+        in a window, n / (workers with free slots + 1).
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get

@@ -278,7 +278,7 @@ class Fleet:
             self._resident_changed()
             self._record_sizes((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
-    def became_idle(self, worker: Worker) -> None:
+    def forget_models_of_leases(self, worker: Worker) -> None:
         """Call when the worker holds no lease. Then its heartbeats list all models that are loaded, so the record of
         the models of granted leases is deleted.
         """

@@ -28,8 +28,8 @@ class Health:
     state: HealthState = HealthState.HEALTHY
     since_s: float = 0.0
     reasons: tuple[HealthReason, ...] = ()
-    unusable: bool = False
-    checks_passed: int = 0
+    unusable: bool = False  # it can run no task: its worker is quarantined even if the circuit breaker has tripped
+    checks_passed: int = 0  # number of the newest check (DesiredState.check) that it has passed
     next_check_s: float = 0.0
 
     @property
@@ -77,7 +77,7 @@ class Model:
 
     name: str
     version: str = ""
-    current: bool = False
+    current: bool = False  # tasks that give no version run on this one
     files_bytes: int = 0
     memory_bytes: int = 0
     expected_bytes: int = 0  # the worker's estimate of memory_bytes

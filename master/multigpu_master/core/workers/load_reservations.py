@@ -159,7 +159,7 @@ class LoadReservations:
 
     # --- rest --------------------------------------------------------------------------------------------------------
 
-    def start_rest_timer(self, worker: Worker) -> None:
+    def start_timer_of_rest(self, worker: Worker) -> None:
         """Call when a worker's models changed. If the worker rests, starts the timer for the end of its rest."""
         if worker.residency.resting and worker not in self._resting:
             self._resting[worker] = None
@@ -181,7 +181,7 @@ class LoadReservations:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.loading_since_s:
             worker.residency.record_loaded(model, now)
-            self.start_rest_timer(worker)
+            self.start_timer_of_rest(worker)
 
 
 def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | None:

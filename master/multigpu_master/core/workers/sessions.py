@@ -92,14 +92,14 @@ class Sessions:
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
-        leased, or if the attempt's failure was reported. For a gang, returns False, and keeps only rank 0's checkpoint
-        and the fact that an attempt has begun.
+        leased, if the attempt's failure was reported, or if it preceded a requeue of the dead letter. For a gang,
+        returns False, and keeps only rank 0's checkpoint and the fact that an attempt has begun.
         """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
-        if extra is not None and held.attempt <= extra.failed_attempt:
+        if extra is not None and (held.attempt <= extra.failed_attempt or held.lease_id < extra.first_lease_id):
             return False  # the failure counts against attempts_max already, and must not count twice
         if task.spec.world_size > 1:  # it runs again as a whole, from the checkpoint of rank 0: other ranks have none
             if held.checkpoint:
@@ -155,7 +155,7 @@ class Sessions:
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.residency.granted_without_id:
-            fleet.became_idle(worker)
+            fleet.forget_models_of_leases(worker)
         if event.catalog is not None:
             self._replace_catalog(worker, event.catalog)
         fleet.heard(worker, event.models, event.last_frame, now)
@@ -165,7 +165,7 @@ class Sessions:
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
             self._commands.desire(worker)
-        self._reservations.start_rest_timer(worker)
+        self._reservations.start_timer_of_rest(worker)
         fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
         worker.occupied_slots = event.occupied_slots
@@ -173,7 +173,7 @@ class Sessions:
         self._commands.worker_changed(worker)
 
     def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
-        """Revokes leases in a heartbeat that the worker should not hold. Requeues the tasks of leases that are lost."""
+        """Revokes leases in a heartbeat that the worker should not hold. Requeues or ends the tasks of lost leases."""
         held: dict[int, None] = {}
         unknown, saved = [], list[Lease]()
         for h in event.leases:
@@ -255,10 +255,9 @@ class Sessions:
                 stale += 1
             else:
                 leases.append(lease)
-                ended_s, dispatch_s, began_s = finish_s, lease.dispatch_s, start_s
+                dispatch_s, began_s, ended_s = lease.dispatch_s, start_s, finish_s
                 if not dispatch_s <= began_s <= ended_s:
-                    ended_s = max(finish_s, dispatch_s)
-                    dispatch_s, began_s = lease.stages(start_s, ended_s)
+                    dispatch_s, began_s, ended_s = lease.stages(start_s, finish_s)
                 outcome = Outcome(
                     OutcomeState.SUCCEEDED, ended_s, result, content_type, None,
                     dispatch_s, began_s, worker_id, device_id,
@@ -323,8 +322,7 @@ class Sessions:
                 charged.append(lease.task)
                 lease.task.ensure_extra().failed_attempt = lease.attempt
                 condemned = failure.broke_engine and self._quarantine.broke_engine(lease, now)
-                ended_s = max(finish_s, lease.dispatch_s)
-                attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
+                attempts.failed(lease, failure.error, event.start_s, finish_s, now, condemned=condemned)
         return charged
 
     def partials(self, event: ev.Partials, now: float) -> None:
@@ -384,7 +382,7 @@ class Sessions:
 
     def _lose(self, worker: Worker, now: float, kept: Container[int] = ()) -> None:
         """Marks the worker as lost. Releases its leases, except those with lease_ids in `kept`, which the worker's next
-        session has brought along. Requeues the tasks, the youngest first: so put_back() passes few older tasks.
+        session has brought along. Requeues or ends the tasks, the youngest first: so put_back() passes few older tasks.
         """
         leases = [x for x in worker.leases.values() if x.lease_id not in kept]
         leases.sort(key=lambda x: -x.task.task_id)

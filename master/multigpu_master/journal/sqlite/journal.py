@@ -34,13 +34,13 @@ from multigpu_master.journal.sqlite.sweep import Sweeper
 RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two sweeps
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for sweeping
-SWEEP_AFTER_S = 5.0  # the first sweep, after `open`: the tasks are recovered first
+SWEEP_AFTER_S = 5.0  # from `open` to the first sweep: by then most masters have recovered their tasks
 _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
 class SqliteJournal(JournalReads):
     """A journal in a directory of its own. At `size_max_bytes` it rejects submits. The journal's thread calls
-    `on_commit` (see `open`), which must neither raise nor wait. Any thread may read.
+    `on_commit` (see CommitCallback), which must neither raise nor wait. Any thread may read.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class SqliteJournal(JournalReads):
         """False while there is no room: submits would be rejected. From any thread."""
         return self._full is None
 
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
+        """The bytes that are free on the disk, and those of the reserve."""
         return self._reserve.size_bytes + room.free_bytes(self._data_dir)
 
     def works(self, within_s: float) -> bool:
@@ -263,10 +264,10 @@ class SqliteJournal(JournalReads):
         self._on_commit(batch, first_cursor, None)
 
     def _write_one_by_one(self) -> bool:
-        """Writes waiting entries with the space of the reserve. An entry without space waits: if it has outcomes, later
-        outcomes wait too; if it has settings, later settings. Other entries that are small or free space
-        (room.is_small_or_frees) overtake it. Each outcome makes room for the next outcome, because it deletes its task.
-        Returns whether any were written.
+        """Writes waiting entries with the space of the reserve. An entry without space waits, and so do later ones of
+        the same sequence: one is of outcomes that are not small cancellations, one of settings. Other entries that are
+        small or free space (room.is_small_or_frees) overtake it. Each outcome makes room for the next outcome, because
+        it deletes its task. Returns whether any were written.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():

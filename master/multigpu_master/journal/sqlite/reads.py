@@ -169,9 +169,9 @@ class JournalReads:
             payload = self._payload(task.payload, refer=refer)
             if payload is None:
                 raise JournalError(
-                    f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone. Restore "
-                    f"the whole directory from a backup, or run `mgpu-master --data-dir {self._data_dir} salvage`, "
-                    "which removes such tasks and says which."
+                    f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone or too "
+                    "short. Restore the whole directory from a backup, or run `mgpu-master --data-dir "
+                    f"{self._data_dir} salvage`, which removes such tasks and says which."
                 )
             task.payload = payload
         return task
@@ -195,7 +195,7 @@ class JournalReads:
         return bool(self._rows(IN_USE, bounds(name))[0][0])
 
     def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
-        """Returns the payload, or None if its file is gone."""
+        """Returns the payload, or None if its file is gone or too short."""
         try:
             return self._large.restore(reference) if refer else self._large.read(reference)
         except FileNotFoundError:
@@ -263,7 +263,9 @@ class JournalReads:
         return [usage.read(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _list(queues)))]
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The settled tasks with these request_ids. One with a NUL, which json_each would cut there, finds none."""
+        """The settled tasks with these request_ids. json_each cuts a request_id at a NUL, and no task has such a one:
+        the answer may have a task that was not asked for.
+        """
         # In the order of cursors: if several tasks had a request_id, one after the other, the newest counts.
         sql = (
             f"SELECT {_REQUEST_COLUMNS} FROM outcome o WHERE o.request_id IN (SELECT value FROM json_each(?)) "

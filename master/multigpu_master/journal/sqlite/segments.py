@@ -2,10 +2,10 @@
 has 64 MiB.
 
 SQLite would write each byte twice, to its log and to the database: for tasks with 1 MiB in and out, files take a fifth
-of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC, and the
-bytes before a large result), or to a file of shared payloads, whose name has a dash (journal/payload_files.py). The
-bytes are synced before the transaction that refers to them. Segments without references are deleted. Payloads and
-bodies have separate segments, because they are deleted at different times.
+of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC; and for a
+body with a large result, the size of what precedes the result), or to a shared segment, whose name has a dash
+(journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without references
+are deleted. Payloads and bodies have separate segments, because they are deleted at different times.
 
 On a full disk, holes are punched into segments where no row refers to them, unless a backup holds a shared lock: on the
 data directory while it selects segments, then on each segment until it has copied it.
@@ -134,7 +134,7 @@ class Segments:
         self._shared = shared
         self._segment_bytes = min(SEGMENT_BYTES, size_max_bytes // LIMIT_SHARE)
         self._referred: list[Reference] = []  # to be synced by the next `flush`
-        # Locked while holes are punched. Kept open, because no descriptor may be free at that time.
+        # Locked while holes are punched. Kept open: at that time the process may have no descriptor left.
         self._data_dir_fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -193,7 +193,9 @@ class Segments:
         return reference
 
     def flush(self) -> None:
-        """Syncs all that was put to the disk. After an OSError, do not use the references, and call `abandon`."""
+        """Writes and syncs all that was put since the last flush. After an OSError, do not use the references, and call
+        `abandon`.
+        """
         for appender in (self._payloads, self._bodies):
             self._write(appender)
         if self._referred:
@@ -216,7 +218,7 @@ class Segments:
     def _begin(self, appender: _Appender) -> None:
         if appender.fd >= 0:
             os.close(appender.fd)
-            appender.fd = -1
+            appender.fd, appender.number = -1, 0
         self._last_number += 1
         path = self._directory / f"{self._last_number:08x}"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -283,6 +285,8 @@ class Segments:
         used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, *_ in places)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # somebody may have deleted it
+            return False
         except OSError as error:
             if not is_transient(error):  # such as a lack of descriptors
                 raise

@@ -34,7 +34,7 @@ def _insert_sql(table: str, fields: int, rows: int) -> str:
 
 
 def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Iterator[Statement]:
-    """Statements that insert these rows, given as one flat list."""
+    """Statements that insert these rows, given as one flat list. `bytes_total`: at least the bytes of their values."""
     rows = len(values) // fields
     rows_max = _ROWS[-1]
     if bytes_total > _STATEMENT_BYTES:

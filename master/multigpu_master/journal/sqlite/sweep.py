@@ -107,7 +107,7 @@ class Sweeper:
 
     def save_time(self) -> None:
         ((oldest,),) = self._writer.execute("SELECT min(cursor) FROM outcome").fetchall()
-        self._writer.execute(*setting(SETTING_TIME, self._retention.save(oldest or 0)))
+        self._retention.save(oldest or 0, lambda value: self._writer.execute(*setting(SETTING_TIME, value)))
 
     def _sweep_zone(self) -> bool:
         now = self._now()
