@@ -16,7 +16,7 @@ _UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters
 
 
 # Exceptions that parsing a damaged setting may raise.
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class JournalError(Exception):

@@ -8,7 +8,7 @@ import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # gRPC's own log writes text from peers to stderr as it is. Must be set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -33,14 +33,16 @@ from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig, c
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
 
-from multigpu_master import VERSION
+from multigpu_master import VERSION, settings
 from multigpu_master.clock import Clock
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.server import Master, SettingError, StartError
+from multigpu_master.wire.specs import SpecReader
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_REJECTED, EXIT_LACKING = 1, 2, 3, 4
 # Thread switches every 0.5 ms instead of 5: the journal's thread does short work while the event loop is busy.
@@ -111,13 +113,29 @@ def backup(data_dir: Path, target: Path) -> None:
 @click.pass_obj
 def salvage(data_dir: Path) -> None:
     """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
-    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir)))
+    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, settings.damage)))
     for line in gone:
         click.echo(f"gone: {line}")
+    _or_exit(lambda: _try_journal(data_dir))
     click.echo(f"a master can start on {data_dir}; losses: {len(gone)}")
 
 
-def _or_exit(work: Callable[[], list[str]]) -> list[str]:
+def _try_journal(data_dir: Path) -> None:
+    """Reads all that a master needs when it starts. Raises JournalError if it can't start."""
+    journal = SqliteJournal(data_dir, size_max_bytes=MasterConfig().journal_bytes_max)
+    recovered = journal.open(lambda *_commit: None)
+    try:
+        specs = SpecReader()
+        for key, value in recovered.settings.items():
+            if damage := settings.damage(key, value):
+                raise JournalError(f"The setting {key!r} is damaged: {damage}.")
+        for task in recovered.tasks:
+            specs.restore(task.spec)
+    finally:
+        journal.close(JOURNAL_OPERATION_MAX_S)
+
+
+def _or_exit(work: Callable[[], T]) -> T:
     try:
         return work()
     except (OSError, sqlite3.Error, JournalError) as error:

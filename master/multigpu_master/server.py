@@ -1,6 +1,7 @@
 """The composition root: builds the master's parts, connects them and stops them in order."""
 
 import asyncio
+import contextlib
 import gc
 import random
 from collections.abc import Sequence
@@ -88,7 +89,17 @@ class Master:
         self.certificates: listeners.Certificates | None = None
 
     async def start(self) -> None:
-        """Recovers the journal's tasks and settings, then listens. Raises StartError if it cannot."""
+        """Recovers the journal's tasks and settings, then listens. Raises StartError if it cannot: then the journal is
+        closed, so that it can be repaired.
+        """
+        try:
+            await self._start()
+        except StartError:
+            with contextlib.suppress(JournalError):
+                await asyncio.to_thread(self.journal.close, self.config.stop_timeout_s)
+            raise
+
+    async def _start(self) -> None:
         config = self.config
         try:
             listeners.check(config)
@@ -127,7 +138,7 @@ class Master:
         try:
             strategies = load_strategies()
         except StrategyError as error:
-            raise StartError(str(error)) from error
+            raise SettingError(str(error)) from error
         name = canonical_name(self.config.strategy, strategies)
         if name is None:
             raise SettingError(f"no strategy {self.config.strategy!r}; there are: {', '.join(sorted(strategies))}")

@@ -9,14 +9,18 @@ import json
 from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
+import structlog
 from google.protobuf import json_format
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Cordon, Queue, Worker
-from multigpu_master.errors import DAMAGE, InvalidMessageError, damaged_setting_error
+from multigpu_master.errors import DAMAGE, InvalidMessageError, JournalError, damaged_setting_error
+from multigpu_master.security.tokens import Tokens
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 from multigpu_master.wire.workers import hello_message, worker_info
+
+log = structlog.get_logger()
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
 COUNT_END = 1 << 64
@@ -66,10 +70,14 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
         try:
             if key == STRATEGY and value.decode() in strategies:
                 handle(ev.SetStrategy(value.decode()))
+            elif key == STRATEGY:
+                log.warning("the saved strategy is not installed, the configured one is used", strategy=value.decode())
             elif key.startswith(QUEUE):
                 _restore_queue(handle, strategies, key.removeprefix(QUEUE), json.loads(value))
             elif key.startswith(WORKER):
                 registration = _registration(json.loads(value))
+                if registration.info.worker_id != key.removeprefix(WORKER):
+                    raise ValueError(f"it describes the worker {registration.info.worker_id!r}")
                 handle(registration)
                 expected += registration.expected
             elif key == BREAKER:
@@ -79,11 +87,33 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
     return expected
 
 
+class _EveryName:
+    def __contains__(self, _name: object) -> bool:
+        return True
+
+
+def damage(key: str, value: bytes) -> str:
+    """Returns why no master starts with this setting, or "" if one does."""
+    try:
+        restore(lambda _event: None, _EveryName(), {key: value})
+        Tokens({key: value}, lambda: 0.0)
+    except JournalError as error:
+        return repr(error.__cause__)
+    return ""
+
+
 def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules: dict[str, Any]) -> None:
+    if not name:
+        raise ValueError("the queue has no name")
     tasks_max, bytes_max = _check_count(rules["tasks_max"]), _check_count(rules["bytes_max"])
     handle(ev.ConfigureQueue(name, _check_type(rules["paused"], bool), tasks_max, bytes_max))
     if _check_text(rules["strategy"]) in strategies:
         handle(ev.SetStrategy(rules["strategy"], name))
+    elif rules["strategy"]:
+        log.warning(
+            "the saved strategy of a queue is not installed, that of the fleet is used", queue=name,
+            strategy=rules["strategy"],
+        )  # fmt: skip
 
 
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
@@ -95,7 +125,7 @@ def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
         _check_type(fields["connected"], bool),
         _check_type(fields["quarantined"], bool),
         _check_count(fields["checks_asked"]),
-        tuple(_check_text(model) for model in fields["pinned_models"]),
+        tuple(_check_text(model) for model in _check_type(fields["pinned_models"], list)),
         _check_type(fields.get("check_at_once", False), bool),  # some journals of version 2 lack it,
     )
 

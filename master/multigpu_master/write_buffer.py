@@ -180,6 +180,14 @@ class WriteBuffer:
         pending = _Pending(Entry(settles=records), payload_messages.memory_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
 
+    async def written(self, task: Task) -> None:
+        """Returns when a task that the core has accepted is durable or rejected, or after DURABLE_S."""
+        if task.spec.durable:
+            future: asyncio.Future[JournalError | None] = self._loop.create_future()
+            await asyncio.sleep(0)  # lets the scheduled callback append its entry
+            self._append(_Pending(Entry(), 0, done=tell(future)), urgent=True)
+            await asyncio.wait([future], timeout=DURABLE_S)
+
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
         """Writes settings, and returns when they are on the disk. Raises JournalError if they are rejected, or are not
         on the disk after DURABLE_S.

@@ -16,14 +16,16 @@ FRAME_BYTES, HEADER_BYTES = PAGE_BYTES + 24, 32
 WRITER = """
 import os, sys, threading
 from pathlib import Path
+from multigpu.v1 import task_pb2
 from multigpu_master.journal.protocol import Entry, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+SPEC = task_pb2.TaskSpec(kind="embed").SerializeToString()
 committed = threading.Semaphore(0)
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
 begun = journal.open(lambda *_: committed.release())
 first = 1 + max([task.task_id for task in begun.tasks], default=0)
 for i in range(first, first + int(sys.argv[2])):
-    journal.append(Entry(submits=[SubmitRecord(i, f"request-{i}", b"spec", os.urandom(i % 7 * 3000), "", 1, 1000.0)]))
+    journal.append(Entry(submits=[SubmitRecord(i, f"request-{i}", SPEC, os.urandom(i % 7 * 3000), "", 1, 1000.0)]))
     committed.acquire()
 os._exit(0)
 """

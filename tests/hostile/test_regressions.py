@@ -222,6 +222,9 @@ def test_a_damaged_outcome_is_reported_as_lost(tmp_path: Path) -> None:
         ("queue/a", json.dumps({"paused": 1.5, "strategy": "", "tasks_max": -1, "bytes_max": 0}).encode()),
         ("worker/a", SAVED_WORKER.replace(b'"worker_id": "a"', b'"worker_id": 7')),
         ("worker/a", SAVED_WORKER.replace(b'"slots": 1', b'"slots": 0')),
+        ("worker/a", SAVED_WORKER.replace(b'"worker_id": "a"', b'"worker_id": "b"')),
+        ("worker/a", SAVED_WORKER.replace(b'"pinned_models": []', b'"pinned_models": "abc"')),
+        ("worker/a", b"[" * 100_000), ("queue/", b'{"paused": false, "strategy": "", "tasks_max": 0, "bytes_max": 0}'),
         ("worker/a", SAVED_WORKER.replace(b'"connected": false', b'"connected": 9')),
     ],
 )  # fmt: skip

@@ -3,10 +3,12 @@ names that it uses.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import pkgutil
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +25,11 @@ from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import Recovered
+from multigpu_master.journal.protocol import Entry, Recovered
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.room import Room
-from multigpu_master.server import Master
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME
+from multigpu_master.server import Master, StartError
 
 from tests.hostile.http2 import Peer, drive
 from tests.waiting import until
@@ -168,3 +171,22 @@ def test_every_private_name_in_use_is_checked() -> None:
     used |= {f"grpc._cython.cygrpc:AioServer.{name}" for name in inherited if not name.startswith("__")}
     assert used - {"grpc._cython.cygrpc:AioServer"} == set(grpcio_check.NAMES)
     assert all(pkgutil.resolve_name(name) for name in used)
+
+
+async def test_a_master_that_rejects_a_setting_leaves_a_closed_journal(tmp_path: Path) -> None:
+    """Its log was left: sqlite3, with which the message tells to remove the row, deleted the log, and the next master
+    rejected a journal without one.
+    """
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    journal.open(lambda *_commit: None)
+    journal.append(Entry(settings={"worker/w": b"{"}))
+    journal.close(10)
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    with pytest.raises(StartError, match="setting 'worker/w' is damaged"):
+        await Master(MasterConfig(data_dir=tmp_path, listen="127.0.0.1:0"), journal, Clock()).start()
+    assert not (tmp_path / f"{DATABASE_NAME}-wal").exists()
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME, isolation_level=None)) as other:
+        other.execute("DELETE FROM setting WHERE key = 'worker/w'")
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    journal.open(lambda *_commit: None)
+    journal.close(10)

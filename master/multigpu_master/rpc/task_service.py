@@ -34,6 +34,9 @@ from multigpu_master.write_buffer import DURABLE_S, tell
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024
 WAIT_MAX_S = 3600.0
+# Get waits until a task that is younger than this is written: a restart of the master must not forget a task of which
+# it has told somebody.
+YOUNG_S = 2.0
 COMMIT_S = 1.0  # Get waits at most this long, or `wait` if that is longer, until an outcome is written
 CURSOR_ELSEWHERE = (
     "the cursor is from another journal, or newer than the backup from which this journal was restored; "
@@ -151,6 +154,10 @@ class TaskService:
         found = await self._find(request)
         if not queries.may_see(found):
             found = None
+        if isinstance(found, Task) and found.outcome is None and self._driver.now() - found.submit_s < YOUNG_S:
+            await self._driver.write_buffer.written(found)
+            if not found.task_id:  # the journal has rejected it
+                found = None
         if isinstance(found, Task) and found.final_outcome is None:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
             task_id, durable = found.task_id, found.spec.durable

@@ -1,34 +1,109 @@
 """Loads the installed strategies, of this package and others, from the entry point group "multigpu.strategies"."""
 
-from importlib.metadata import entry_points
+import math
+from importlib.metadata import EntryPoint, entry_points
 
-from multigpu_master.core.strategy import Strategy
+import structlog
+
+from multigpu_master.core.model import Shape, Worker
+from multigpu_master.core.strategy import FleetView, Strategy
+
+log = structlog.get_logger()
 
 GROUP = "multigpu.strategies"
+OWN_PACKAGE = __name__.rpartition(".")[0]
+# Limit of the different mistakes of a strategy that are logged.
+LOGGED_MAX = 20
 
 
 class StrategyError(Exception):
     """A strategy can't be used; the message says which and why."""
 
 
+class Guarded(Strategy):
+    """A strategy of another package, whose mistakes must not end the master: if a method raises an exception or returns
+    something else than it should, the worker is excluded, and the mistake is logged.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._logged: set[str] = set()
+        for name in ("name", "aliases", "summary", "score_meaning", "pinned"):
+            setattr(self, name, getattr(strategy, name))
+
+    def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
+        try:
+            why = self._strategy.excludes(shape, worker, fleet)
+            if why is None:
+                self._score(shape, worker, fleet)
+            elif not isinstance(why, str):
+                return self._mistake(f"excludes() returned {why!r}, which is neither a text nor None")
+        except Exception as error:  # noqa: BLE001  any mistake
+            return self._mistake(f"{error!r} in excludes() or score()")
+        return why
+
+    def _score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+        score = self._strategy.score(shape, worker, fleet)
+        if not isinstance(score, int | float) or math.isnan(score):
+            raise ValueError(f"score() returned {score!r}, which is no number")
+        return score
+
+    def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+        """A worker that a mistake excludes has the score inf. excludes() has logged it."""
+        try:
+            return self._score(shape, worker, fleet)
+        except Exception:  # noqa: BLE001  any mistake
+            return math.inf
+
+    def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
+        try:
+            return int(self._strategy.min_backlog(shape, worker, fleet))
+        except Exception as error:  # noqa: BLE001  any mistake
+            self._mistake(f"{error!r} in min_backlog()")
+            return 1
+
+    def _mistake(self, what: str) -> str:
+        text = f"the strategy {self.name} has a mistake: {what}"
+        if what not in self._logged and len(self._logged) < LOGGED_MAX:
+            self._logged.add(what)
+            log.error("a strategy has a mistake", strategy=self.name, mistake=what)
+        return text
+
+
 def load_strategies() -> dict[str, Strategy]:
     """Every installed strategy by its canonical name, sorted by name. Raises StrategyError if one can't be used."""
     found: dict[str, Strategy] = {}
+    points: dict[str, EntryPoint] = {}  # by name and alias
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
         try:
-            strategy: Strategy = point.load()()
-        except Exception as error:
+            strategy = _load(point)
+        except (Exception, SystemExit) as error:
             raise StrategyError(
-                f"strategy {point.name!r} ({point.value}) can't be loaded: {error!r}; fix or uninstall its package"
+                f"strategy {point.name!r} ({point.value}) can't be used: {error!r}; fix or uninstall its package"
             ) from error
-        missing = [name for name in ("name", "summary", "score_meaning") if not hasattr(strategy, name)]
-        if missing or not isinstance(strategy, Strategy) or strategy.name != point.name:
-            raise StrategyError(
-                f"strategy {point.name!r} ({point.value}) lacks {missing or 'its base class or its own name'}; "
-                "derive it from multigpu_master.core.strategy.Strategy and give it the name of its entry point"
-            )
+        for name in (strategy.name, *strategy.aliases):
+            other = points.setdefault(name, point)
+            if other is not point:
+                raise StrategyError(
+                    f"the strategies {other.name!r} ({other.value}) and {point.name!r} ({point.value}) are both called "
+                    f"{name!r}: rename one, or uninstall its package"
+                )
         found[strategy.name] = strategy
     return found
+
+
+def _load(point: EntryPoint) -> Strategy:
+    """Raises an exception that says what is wrong with the strategy."""
+    strategy: Strategy = point.load()()
+    if not isinstance(strategy, Strategy):
+        raise TypeError("it is not derived from multigpu_master.core.strategy.Strategy")
+    if missing := [name for name in ("name", "summary", "score_meaning") if not hasattr(strategy, name)]:
+        raise TypeError(f"it lacks {', '.join(missing)}")
+    if strategy.name != point.name:
+        raise ValueError(f"its name is {strategy.name!r}: give it that of its entry point, {point.name!r}")
+    if not isinstance(strategy.aliases, tuple):
+        raise TypeError("its aliases are no tuple")
+    return strategy if point.module.startswith(f"{OWN_PACKAGE}.") else Guarded(strategy)
 
 
 def canonical_name(name: str, strategies: dict[str, Strategy]) -> str | None:

@@ -27,6 +27,26 @@ core.handle(ev.Submit(spec, tasks), 1.0)
 print(name, *[t.lease.worker.worker_id for t in tasks])
 """
 
+MISTAKEN = """
+from multigpu_master.core import events as ev
+from multigpu_master.core.workers.info import Capability, WorkerInfo
+from multigpu_master.core.model import Task
+from multigpu_master.core.placement.explain import explain
+from multigpu_master.core.spec import Spec
+from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.strategies.registry import load_strategies
+core = Core(load_strategies(), Limits(), 1, lambda: 0.0, "coolest")
+core.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="run"),))), 1.0)
+spec = Spec(kind="run")
+task = Task(spec, "", b"")
+core.handle(ev.Submit(spec, [task]), 1.0)
+print(task.lease is not None)
+print(*explain(core, task, 1.0).candidates[0].excluded_by)
+"""
+# How modules with a strategy begin.
+BASE = "from multigpu_master.core.strategy import Strategy\nclass Coolest(Strategy):\n  score = lambda *_: 0.0;"
+MINE = f"{BASE} name = summary = score_meaning = 'coolest'"
+
 
 def install(site: Path, source: str, entry: str) -> None:
     """Puts a package and its metadata where an installer would."""
@@ -52,18 +72,15 @@ def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "entry", "says"),
     [
-        ("raise RuntimeError('oh')", "coolest = coolest:Coolest", "can't be loaded: RuntimeError('oh')"),
-        (
-            "class Coolest: pass",
-            "coolest = coolest:Coolest",
-            "lacks ['name', 'summary', 'score_meaning']",
-        ),
-        (
-            "class Coolest: name = summary = score_meaning = 'coolest'",
-            "coolest = coolest:Coolest",
-            "lacks its base class",
-        ),
-        ("", "coolest = coolest:Coolest", "can't be loaded: AttributeError"),
+        ("raise RuntimeError('oh')", "coolest = coolest:Coolest", "can't be used: RuntimeError('oh')"),
+        ("raise SystemExit(9)", "coolest = coolest:Coolest", "can't be used: SystemExit(9)"),
+        ("class Coolest: pass", "coolest = coolest:Coolest", "not derived from multigpu_master.core.strategy.Strategy"),
+        (f"{BASE} name = 'coolest'", "coolest = coolest:Coolest", "it lacks summary, score_meaning"),
+        (f"{BASE} name = summary = score_meaning = 'warm'", "coolest = coolest:Coolest", "its name is 'warm'"),
+        (f"{MINE}; aliases = 'xy'", "coolest = coolest:Coolest", "its aliases are no tuple"),
+        (f"{MINE}; aliases = ('memory',)", "coolest = coolest:Coolest", "are both called 'memory'"),
+        (f"{BASE} name = summary = score_meaning = 'auto'", "auto = coolest:Coolest", "are both called 'auto'"),
+        ("", "coolest = coolest:Coolest", "can't be used: AttributeError"),
     ],
 )
 def test_a_broken_strategy_is_named(tmp_path: Path, source: str, entry: str, says: str) -> None:
@@ -71,8 +88,31 @@ def test_a_broken_strategy_is_named(tmp_path: Path, source: str, entry: str, say
     done = run(tmp_path, "from multigpu_master.strategies.registry import load_strategies; load_strategies()")
     last = done.stderr.strip().splitlines()[-1]
     assert "StrategyError" in last
-    assert "'coolest'" in last
+    assert "coolest:Coolest" in last
     assert says in last
+
+
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    [
+        ("def score(self, *_): raise RuntimeError('oh')", "RuntimeError('oh') in excludes() or score()"),
+        ("def score(self, *_): return float('nan')", "score() returned nan, which is no number"),
+        ("def score(self, *_): return 'low'", "score() returned 'low', which is no number"),
+        ("def score(self, worker): return 0.0", "TypeError"),
+        ("def excludes(self, *_): return True", "excludes() returned True, which is neither a text nor None"),
+        ("def excludes(self, *_): return self.nosuch", "AttributeError"),
+    ],
+)
+def test_a_mistake_of_a_strategy_excludes_the_worker_and_ends_no_master(
+    tmp_path: Path, method: str, mistake: str
+) -> None:
+    install(tmp_path, f"{MINE}\n  def score(self, *_): return 0.0\n  {method}\n", "coolest = coolest:Coolest")
+    done = run(tmp_path, MISTAKEN)
+    assert done.returncode == 0, done.stderr
+    leased, why = done.stdout.splitlines()[-2:]
+    assert leased == "False"
+    assert "the strategy coolest has a mistake: " in why
+    assert mistake in why
 
 
 def test_names_and_aliases() -> None:

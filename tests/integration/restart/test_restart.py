@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import multigpu
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
@@ -45,6 +46,24 @@ def worker_of(fleet: Fleet, request_id: str) -> str:
         return str(task.worker_id)
 
     return until(worker)
+
+
+def test_a_task_of_which_get_has_told_is_not_forgotten_by_a_restart(fleet: Fleet) -> None:
+    """Its write was deferred: the next master did not know the task_id that another client had."""
+    with fleet.client() as first, fleet.client() as second, ThreadPoolExecutor(1) as pool:
+        result = pool.submit(first.run, "trial.nap", b"abc", parameters={"seconds": "1"}, request_id="told")
+        handle = until(lambda: found(second, "told"))
+        fleet.restart_master()
+        assert handle.result(timeout=60) == b"cba"
+        assert result.result(60) == b"cba"
+        assert second.handle("told").id == handle.id
+
+
+def found(client: multigpu.Client, request_id: str) -> Any:
+    try:
+        return client.handle(request_id)
+    except multigpu.NotFoundError:
+        return None
 
 
 def test_a_request_stays_one_task_across_a_death_of_the_master(fleet: Fleet, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from multigpu.v1 import task_pb2
 from multigpu_master.errors import JournalError, JournalFullError
 from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -17,11 +18,12 @@ from tests.waiting import until
 
 SUCCEEDED, FAILED, CANCELLED, DEAD_LETTERED = 1, 2, 3, 5
 SIZE_MAX_BYTES = 1 << 30
+SPEC = task_pb2.TaskSpec(kind="embed").SerializeToString()
 
 Commit = tuple[Sequence[Entry], int, JournalError | None]
 
 
-def submit(task_id: int, payload: Any = b"in", spec: bytes = b"spec") -> SubmitRecord:
+def submit(task_id: int, payload: Any = b"in", spec: bytes = SPEC) -> SubmitRecord:
     return SubmitRecord(
         task_id, f"request-{task_id}", spec, payload, f"key-{task_id % 3}", 1 + task_id % 5, 1000.0 + task_id
     )

@@ -178,6 +178,35 @@ def test_rows_that_make_no_sense_are_salvaged_away_and_named(damage: str, lost: 
     assert list(salvage(tmp_path / "data")) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (b"worker/w1", b"{"), (b"worker/w1", b"[" * 100_000), (b"queue/x", b"[]"), (b"breaker", b"9"),
+        (b"token/zz", b"{}"), (b"worker/\xff", b"{}"), (b"strategy", b"\xff"), (b"journal.time", b"yesterday"),
+    ],
+)  # fmt: skip
+def test_settings_that_no_master_can_use_are_salvaged_away_and_named(key: bytes, value: bytes, tmp_path: Path) -> None:
+    """Salvage said that a master can start, and none did."""
+    with opened(tmp_path / "data") as (journal, _):
+        journal.append(Entry(submits=[submit(1)]))
+    with closing(sqlite3.connect(tmp_path / "data" / DATABASE_NAME, isolation_level=None)) as writer:
+        writer.execute("INSERT OR REPLACE INTO setting VALUES (CAST(? AS TEXT), ?)", (key, value))
+    done = run(tmp_path, "salvage")
+    assert (done.exit_code, "losses: 1" in done.output) == (0, True), done.output
+    assert f"gone: the setting {key.decode(errors='replace')!r}: " in done.output
+    assert "losses: 0" in run(tmp_path, "salvage").output
+    assert tasks_of(tmp_path / "data") == [1]
+
+
+def test_salvage_does_not_claim_that_a_master_can_start_without_a_table(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as (journal, _):
+        journal.append(Entry(submits=[submit(1)]))
+    with closing(sqlite3.connect(tmp_path / "data" / DATABASE_NAME, isolation_level=None)) as writer:
+        writer.execute("DROP TABLE setting")
+    done = run(tmp_path, "salvage")
+    assert (done.exit_code, "is damaged (no such table: setting)" in done.output) == (3, True), done.output
+
+
 def test_salvage_does_not_claim_to_have_repaired_damaged_pages(tmp_path: Path) -> None:
     path = tmp_path / "data" / DATABASE_NAME
     with opened(tmp_path / "data") as (journal, _):

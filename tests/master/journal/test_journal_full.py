@@ -19,7 +19,19 @@ from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import answered, cancel, commit, dead, fill, mounted, opened, reject, settle, submit
+from tests.master.journal.journals import (
+    SPEC,
+    answered,
+    cancel,
+    commit,
+    dead,
+    fill,
+    mounted,
+    opened,
+    reject,
+    settle,
+    submit,
+)
 from tests.waiting import until
 
 
@@ -309,6 +321,6 @@ def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_payloads_of_dead_letters_and_different_specs_take_room() -> None:
-    assert journal_room.content_bytes(Entry(settles=[dead(1, bytes(1000))])) == len("out") + 1000 + len("spec")
+    assert journal_room.content_bytes(Entry(settles=[dead(1, bytes(1000))])) == len("out") + 1000 + len(SPEC)
     submits = [submit(n, b"12345", spec) for n, spec in enumerate([b"one", b"one", b"two"], 1)]
     assert journal_room.content_bytes(Entry(submits=submits)) == 3 * 5 + 2 * 3

@@ -13,13 +13,15 @@ import re
 import resource
 import shutil
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from multigpu._transport.payloads import NAME, Directory, Segment
 
-from multigpu_master.errors import JournalDamagedError, JournalError
+from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError
 from multigpu_master.journal import payload_files as payloads
+from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
@@ -162,10 +164,11 @@ def _clear(target: Path) -> None:
         shutil.rmtree(target / name, ignore_errors=True)
 
 
-def salvage(data_dir: Path) -> Iterator[str]:
-    """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters and outcomes that can't
-    be read, so that a master can start from it. Yields a description of each loss. The outcomes of lost results stay.
-    Raises JournalDamagedError if pages of the database are damaged, which it can't repair.
+def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str] = lambda _key, _value: "") -> Iterator[str]:
+    """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters, outcomes and settings
+    that can't be read, so that a master can start from it. Yields a description of each loss. The outcomes of lost
+    results stay. Raises JournalDamagedError if pages of the database are damaged, which it can't repair. `damage_of`:
+    returns why a setting of the master can't be used, or "".
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
@@ -181,38 +184,56 @@ def salvage(data_dir: Path) -> Iterator[str]:
                 copy_file(file.fileno(), kept)
             sync_directory(data_dir)
             yield f"{what}; the log is kept as {kept}"
-        yield from _delete_lost(path)
+        yield from _delete_lost(path, damage_of)
     except (OSError, sqlite3.Error) as error:
         raise failures.explain(error, path) from error
     finally:
         lock.release()
 
 
-def _delete_lost(path: Path) -> list[str]:
+def _delete_lost(path: Path, damage_of: Callable[[str, bytes], str]) -> list[str]:
     """Deletes the rows that can't be read, and empties the log. Changes nothing if pages of the database are damaged.
     Returns the descriptions of what is lost.
     """
     writer = connections.connect_writer(path)
     try:
         lost = _lost(path.parent)
-        _delete(path, writer, [(table, key) for table, key, stays, _ in lost if not stays])
+        settings = _damaged_settings(writer, damage_of)
+        _delete(path, writer, [(table, key) for table, key, stays, _ in lost if not stays], list(settings))
         connections.empty_log(writer)
     except BaseException:
         connections.close_keeping_log(path, writer)
         raise
     writer.close()
-    return [what for *_, what in lost]
+    return [*[what for *_, what in lost], *settings.values()]
 
 
-def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]]) -> None:
-    """Deletes the rows, and notes that the journal is closed. Raises JournalDamagedError within the transaction if
-    pages are damaged. They are checked last: the check also reports columns without a value, whose rows are deleted
-    first.
+def _damaged_settings(writer: sqlite3.Connection, damage_of: Callable[[str, bytes], str]) -> dict[bytes, str]:
+    """The keys of settings that can't be used, and descriptions."""
+    found: dict[bytes, str] = {}
+    for key, value in writer.execute("SELECT CAST(key AS BLOB), CAST(value AS BLOB) FROM setting").fetchall():
+        try:
+            if key.decode() == schema.SETTING_TIME:
+                Retention(time.time).load(value)
+            damage = damage_of(key.decode(), value)
+        except DAMAGE as error:
+            damage = repr(error)
+        if damage:
+            found[key] = f"the setting {key.decode(errors='replace')!r}: {damage}"
+    return found
+
+
+def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]], settings: Iterable[bytes]) -> None:
+    """Deletes the rows and settings, and notes that the journal is closed. Raises JournalDamagedError within the
+    transaction if pages are damaged. They are checked last: the check also reports columns without a value, whose rows
+    are deleted first.
     """
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
     for table, key in rows:
         writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # one of ours
+    for setting in settings:
+        writer.execute("DELETE FROM setting WHERE CAST(key AS BLOB) = ?", (setting,))
     ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()
     if verdict != "ok":
         raise failures.damaged_error(path, verdict.replace("\n", " "))

@@ -41,6 +41,9 @@ def explain(error: Exception, path: Path) -> JournalError:
         )
     if isinstance(error, DAMAGE):
         return damaged_error(path, f"a setting of its own can't be parsed: {error!r}")
+    # A table or a column is missing; or a text is no UTF-8, for which the module sqlite3 has no code.
+    if code == sqlite3.SQLITE_ERROR or "decode to UTF-8" in str(error):
+        return damaged_error(path, str(error))
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return damaged_error(path, NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

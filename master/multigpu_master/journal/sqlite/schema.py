@@ -75,6 +75,8 @@ def begin_incarnation(
     writer.execute("INSERT OR IGNORE INTO setting VALUES (?, ?)", (SETTING_LEASE_KEY, key))
     writer.execute("INSERT OR REPLACE INTO setting VALUES (?, ?)", (SETTING_OPEN, begun.name))
     ((key,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_LEASE_KEY,)).fetchall()
+    if len(key) != ids.LEASE_KEY_BYTES:
+        raise ValueError(f"the setting {SETTING_LEASE_KEY} has {len(key)} bytes")
     writer.execute("COMMIT")
     return epoch, [ids.Incarnation(*row) for row in rows], key
 
