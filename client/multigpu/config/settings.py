@@ -106,7 +106,7 @@ class MasterConfig(Checked):
     journal_bytes_max: int = setting(
         64 * GIB,
         "Maximum of bytes on disk (database, log, segments, payload files, reserve). Past it durable submits are "
-        "rejected; outcomes are still written.",
+        "rejected; outcomes of tasks that are on the disk are still written.",
         minimum=MIB,
     )
     share_payloads: bool = setting(True, "Whether clients and workers on this host share large payloads as files.")
