@@ -21,9 +21,15 @@ from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
-from multigpu_master.errors import ExhaustedError, JournalError, JournalFullError, NotFoundError
+from multigpu_master.errors import (
+    ExhaustedError,
+    JournalError,
+    JournalFullError,
+    NotFoundError,
+    PreconditionError,
+)
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, OutcomeFilter, SubmitRecord
+from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.outbox import FRAME_BYTES
@@ -242,6 +248,42 @@ async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) ->
     assert not calls._busy_dead_letters
 
 
+async def test_dead_letters_that_can_not_be_requeued_keep_no_others_from_it(stage: Stage) -> None:
+    """A queue's newest dead letters had a deadline that had passed: no call got further."""
+    message = task_pb2.TaskSpec(kind="echo", attempts_max=1)
+    stage.spec = stage.driver.specs.read(message)
+    good = stage.submit(*[f"good{n}" for n in range(5)])
+    wire_times.set_time(message.deadline, stage.driver.now() + 0.5)
+    stage.spec = stage.driver.specs.read(message)
+    tasks = good + stage.submit(*[f"late{n}" for n in range(20)])
+    while failures := [ev.Failure(t.lease.lease_id, TaskError("ValueError", "no")) for t in tasks if t.lease]:
+        stage.driver.handle(ev.Reports(1, failures=failures))
+    await stage.durable()
+    await asyncio.sleep(0.6)
+    calls = DeadLetterCalls()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
+    with pytest.raises(PreconditionError, match=r"requeued 5 of 25 dead letters; 20 were rejected.*deadline"):
+        await calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(queue="default"), None)
+    assert {task.task_id for task in good} <= {task.task_id for task in stage.driver.core.ledger.tasks.values()}
+
+
+async def test_a_dead_letter_is_requeued_though_a_withdrawn_task_has_its_request_id(stage: Stage) -> None:
+    """The withdrawn task made its request_id free, but was taken for a task that replaces the dead letter."""
+    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
+    (task,) = stage.submit("same")
+    stage.driver.handle(ev.Reports(1, failures=[ev.Failure(leases_of([task])[0].lease_id, TaskError("E", "no"))]))
+    await stage.durable()
+    stage.spec = stage.driver.specs.read(
+        task_pb2.TaskSpec(kind="echo", durability=task_pb2.DURABILITY_EPHEMERAL, retry_failed=True)
+    )
+    (again,) = stage.submit("same")
+    await stage.driver.cancel([again], withdrawn=True)
+    calls = DeadLetterCalls()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
+    request = admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id])
+    assert list((await calls.RequeueDeadLetters(request, None)).task_ids) == [task.task_id]
+
+
 async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) -> None:
     stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
     (task,) = stage.submit("lost")
@@ -254,7 +296,7 @@ async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) 
     assert (found.dead_letter, found.outcome.error.type, found.payload_bytes) == (True, "ValueError", 0)
     calls = DeadLetterCalls()
     calls._driver, calls._busy_dead_letters = stage.driver, set()
-    with pytest.raises(JournalError, match=r"payload of task \d+ is missing"):
+    with pytest.raises(PreconditionError, match=r"requeued 0 of 1 .*payload of task \d+ is missing"):
         await calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id]), None)
     request = admin_service_pb2.DeleteDeadLettersRequest(task_ids=[task.task_id, 7])
     answer = await calls.DeleteDeadLetters(request, None)
@@ -490,18 +532,13 @@ async def test_a_dead_letter_stays_claimed_until_its_requeue_has_ended(
     calls = DeadLetterCalls()
     calls._driver, calls._busy_dead_letters = stage.driver, set()
     ends = asyncio.Event()
-    letters = [SubmitRecord(n, f"r{n}", b"", b"", "", 1, 1000.0) for n in (1, 2)]
 
-    async def found(_task_ids: Sequence[int]) -> list[SubmitRecord]:
-        return letters
-
-    async def requeue(letter: SubmitRecord) -> Task:
-        if letter.task_id == 1:
+    async def requeue(task_id: int) -> Task:
+        if task_id == 1:
             raise JournalError("the disk fails")
         await ends.wait()
-        return Task(stage.spec, letter.request_id, b"")
+        return Task(stage.spec, f"r{task_id}", b"")
 
-    monkeypatch.setattr(calls, "_letters", found)
     monkeypatch.setattr(calls, "_requeue", requeue)
     call = asyncio.ensure_future(
         calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=[1, 2]), None)

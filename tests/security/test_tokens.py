@@ -10,11 +10,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from multigpu.config.config import MasterConfig
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_service_pb2
 from multigpu_master.errors import ExhaustedError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.security import tokens as product_tokens
+from multigpu_master.security.setup import ADMIN_TOKEN_FILE, load_auth
 from multigpu_master.security.tokens import Tokens
 
 from tests.fleet import rejected, until
@@ -135,6 +137,46 @@ def test_an_expired_token_is_unknown() -> None:
     assert tokens.find(text) is token
     now = 5.0
     assert tokens.find(text) is None
+
+
+def test_a_rejected_caller_is_told_when_the_rate_permits_another_task() -> None:
+    """For rates below one task a second it was told up to twice the time."""
+    tokens = Tokens({}, lambda: 1000.0)
+    token, _ = tokens.make("x", ["submit"], tasks_per_s=0.01)
+    assert token.charge(1, 1000.0) is None
+    delay_s = token.charge(1, 1000.0)
+    assert delay_s is not None
+    assert delay_s == pytest.approx(100.0)
+    assert token.charge(1, 1000.0 + delay_s - 2.0) is not None
+    assert token.charge(1, 1000.0 + delay_s) is None
+
+
+async def test_the_first_token_is_made_again_though_there_are_as_many_as_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_tokens, "TOKENS_MAX", 2)
+    saved: dict[str, bytes | None] = {}
+
+    async def save(settings: dict[str, bytes | None]) -> None:
+        saved.update(settings)
+
+    config = MasterConfig(data_dir=tmp_path, require_tokens=True)
+    auth = await load_auth(config, {}, lambda: 1000.0, save)
+    assert auth is not None
+    assert auth.tokens is not None
+    other, _ = auth.tokens.make("other", ["submit"])
+    saved |= other.setting()
+    (tmp_path / ADMIN_TOKEN_FILE).unlink()
+    auth = await load_auth(config, {key: value for key, value in saved.items() if value}, lambda: 1000.0, save)
+    assert auth is not None
+    assert auth.tokens is not None
+    assert auth.tokens.find((tmp_path / ADMIN_TOKEN_FILE).read_text().strip()) is not None
+
+
+def test_the_name_of_the_first_token_is_the_masters(secured: SecuredFleet) -> None:
+    request = admin_pb.CreateTokenRequest(name="bootstrap", roles=[admin_pb.ROLE_SUBMIT])
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "'bootstrap' is the name of the token that the master makes"):
+        secured.admin.call("AdminService/CreateToken", request)
 
 
 def test_expired_tokens_leave_room_for_new_ones(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:

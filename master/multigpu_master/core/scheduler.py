@@ -40,8 +40,9 @@ TOO_MANY_STREAMS = (
 
 
 class Core:
-    """See the module. Issues task_ids and lease_ids from `first_id` to the end of its epoch (EPOCH_IDS, model.py), then
-    the ids of IdsRenewed. No id from `first_id` on may have been issued before. `random` returns 0.0 <= x < 1.0.
+    """See the module. Issues task_ids and lease_ids from `first_id` on, at most to the end of its epoch (EPOCH_IDS,
+    model.py); once IdsRenewed comes, from its first id on. No id from `first_id` on may have been issued before.
+    `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(
@@ -217,8 +218,8 @@ class Core:
             self._attempts.apply_limit(task, limit, when_s, now)
 
     def _end_hold(self, now: float) -> None:
-        """Runs in the event that dispatches the tasks. If the master was suspended meanwhile, it may not have read the
-        workers' hellos yet: extends the hold.
+        """`handle` calls this before it dispatches tasks in the same event. If the master was suspended meanwhile, it
+        may not have read the workers' hellos yet: then extends the hold.
         """
         late_s = self.ledger.limits.timer_late_s
         if self.hold.until_s + late_s < now and self.hold.has_expected:

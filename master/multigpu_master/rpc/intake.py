@@ -42,8 +42,9 @@ class Intake:
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
-        is called once, later: when the new tasks are durable or, with an error, lost; joined tasks go on. None: no task
-        is acknowledged before it settles. `peer`: the sender, which may refer to shared payloads.
+        is called once, later: when the new durable tasks are written or, with an error, lost; in the loop's next round
+        if there are none. An error does not concern the known tasks that the batch has joined. None: no task is
+        acknowledged before it settles. `peer`: the sender, which may refer to shared payloads.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)

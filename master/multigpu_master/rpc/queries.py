@@ -1,5 +1,6 @@
-"""Queries for tasks. The core has unsettled tasks, and settled ones until it learns that their outcomes are on disk.
-The journal has the outcomes. Where both have a task, the core's state of it counts.
+"""Queries for tasks. The core has unsettled tasks, durable settled ones until it learns that their outcomes are on
+disk, and ephemeral ones for their result_ttl. The journal has the outcomes of durable tasks. Where both have a task,
+the core's state of it counts.
 """
 
 import asyncio
@@ -49,8 +50,8 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
-    """Returns by queue when its oldest queued task was submitted, in seconds since the epoch. Leaves out queues without
-    queued tasks. Other calls run meanwhile.
+    """Returns by queue when the oldest of the tasks was submitted that come first in their resource classes, in seconds
+    since the epoch. Tasks that pause do not count. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}
     async for resource_class in pausing(list(core.ledger.classes.by_key.values())):
@@ -225,7 +226,8 @@ def _known(values: Sequence[int], enum: Any) -> set[int]:
 
 async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     """The number of matching tasks, by state. Each task is counted once, where it was when the call began: in the core,
-    or in the journal up to the newest outcome whose task the core has forgotten.
+    or in the journal up to the newest outcome whose task the core has forgotten. (A dead letter whose requeue is not
+    written yet is counted in both.)
     """
     wanted = Filter(m)
     response = task_service_pb2.CountResponse()

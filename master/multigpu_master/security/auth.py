@@ -26,8 +26,8 @@ _READERS = frozenset({READ, SUBMIT, ADMIN})
 _WORKERS = frozenset({WORKER})
 _ADMINS = frozenset({ADMIN})
 _ANY = frozenset({READ, SUBMIT, ADMIN, WORKER})
-# Roles that may call each method. Only administrators may call the methods that are not listed: those that change the
-# fleet, and any new method.
+# Roles that may call each method. Only administrators may call the methods that are not listed: those by which
+# operators change something, and any new method.
 _ROLES = {
     "TaskService/Submit": _SUBMITTERS,
     "TaskService/Run": _SUBMITTERS,
@@ -78,7 +78,7 @@ def allowed_roles(method: str) -> frozenset[str]:
 
 
 def is_administrative(method: str) -> bool:
-    """Returns whether `method`, which is "Service/Method", is audited because it changes the fleet."""
+    """Returns whether `method`, which is "Service/Method", is audited because an operator changes something by it."""
     return method not in _ROLES
 
 

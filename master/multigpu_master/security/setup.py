@@ -38,16 +38,17 @@ async def load_auth(
 
 async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
     """Writes an administrator's token into the data directory, if its file is missing or its token invalid, and revokes
-    the previous token. A user who can read that file can also change the journal, so the token gives no further access.
+    the tokens named ADMIN_TOKEN_NAME. A user who can read that file can also change the journal, so the token gives no
+    further access.
     """
     known = tokens.find(_read_secret(path))
     if known is not None and ADMIN in known.roles:
         return
-    token, text = tokens.make(ADMIN_TOKEN_NAME, [ADMIN])
     gone: dict[str, bytes | None] = {}
     for old in [t for t in tokens if t.name == ADMIN_TOKEN_NAME]:
         tokens.remove(old.token_id)
         gone |= dict.fromkeys(old.setting())
+    token, text = tokens.make(ADMIN_TOKEN_NAME, [ADMIN])
     tokens.add(token)
     await save(gone | token.setting())
     _write_secret(path, text)

@@ -68,7 +68,7 @@ class Token:
         self._level = min(self.tasks_per_s, self._level + (now - self._level_s) * self.tasks_per_s)
         self._level_s = now
         if self._level <= 0:
-            return (1 - self._level) / self.tasks_per_s
+            return (min(1.0, self.tasks_per_s) - self._level) / self.tasks_per_s
         self._level -= tasks
         return None
 

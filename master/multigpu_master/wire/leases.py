@@ -18,7 +18,8 @@ from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
-# A worker's larger checkpoint is ignored. Partial outputs that are larger in total are not sent to the next worker.
+# A worker's larger checkpoint is ignored. Partial outputs are not sent to the next worker if Extra.partials_bytes is
+# larger.
 CHECKPOINT_BYTES_MAX, RESENT_PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
 
 

@@ -26,7 +26,9 @@ _STATES = {
 
 
 def models_of(messages: Iterable[model_pb2.Model]) -> tuple[Model, ...]:
-    """Returns the models that a worker offers, one for each id. Raises InvalidMessageError if a model is invalid."""
+    """Returns at most MODELS_MAX of the models that a worker offers, one for each id. Raises InvalidMessageError if one
+    is invalid.
+    """
     found: dict[str, Model] = {}
     for message in itertools.islice(messages, MODELS_MAX):
         model = _model(message)
@@ -79,13 +81,13 @@ def catalog(m: worker_service_pb2.Catalog) -> ev.Catalog:
 
 
 def residents(m: worker_service_pb2.Heartbeat) -> tuple[Resident, ...]:
-    """The models in a worker's memory, sorted by id."""
+    """At most MODELS_MAX of the models in a worker's memory, sorted by id."""
     found = {each.model: each for each in map(_resident, itertools.islice(m.models, MODELS_MAX))}
     return tuple(found[model] for model in sorted(found))
 
 
 def _resident(m: model_pb2.ModelResidency) -> Resident:
-    # A model in a state that this master does not know takes memory and cannot be used.
+    # A model in a state that this master does not know cannot be used, and its memory is not counted.
     state = next((s for s, number in _STATES.items() if number == m.state), ModelState.UNLOADING)
     return Resident(
         model=m.model[:MODEL_BYTES_MAX],

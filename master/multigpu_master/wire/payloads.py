@@ -72,7 +72,9 @@ def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
 
 
 def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
-    """Returns a serialized Outcome with a large result as its last field."""
+    """Returns a serialized Outcome with a large result as its last field. `own` and `shared`: the serialized fields of
+    this task, and those that it has in common with other tasks.
+    """
     return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
 
 

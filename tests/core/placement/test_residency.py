@@ -257,9 +257,28 @@ def test_a_reservation_ends_with_the_tasks_that_waited(stage: Models) -> None:
     assert blocked.lease is None
     assert "makes room there for a model that has waited longer" in stage.why(blocked)
     stage.handle(ev.Cancel([waits]))
-    stage.handle(ev.Tick(), 5.0)
     assert not residency.reserved_model
-    assert blocked.lease is not None
+    assert blocked.lease is not None, "at once"
+
+
+def test_a_worker_that_lacks_room_in_its_window_alone_is_not_reserved(stage: Models) -> None:
+    """Such a reservation frees no memory anywhere, and the model waited for as long as the window was full."""
+    stage.offer("a")
+    full = WorkerInfo(
+        worker_id="b", capabilities=(Capability(kind="run", models=NAMES), Capability(kind="other")), slots=1,
+        window_tasks=1, models=tuple(map(model, NAMES)), model_memory_bytes=ROOM,
+    )  # fmt: skip
+    stage.join(full)
+    stage.submit(1, Spec(kind="other", wait_for_worker=True))
+    stage.ask("a")
+    stage.ask("b")
+    stage.says("a", "b", name="a", after_s=2.0)
+    assert stage.ask("c").lease is None
+    for _ in range(6):
+        stage.says("a", "b", name="a", after_s=1.0)
+        stage.says(name="b")
+    reserved = {name: worker.residency.reserved_model for name, worker in stage.core.fleet.workers.items()}
+    assert reserved == {"a": "c", "b": ""}
 
 
 def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> None:

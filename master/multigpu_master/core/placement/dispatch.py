@@ -70,6 +70,8 @@ class Dispatcher:
         if not self._can_grant(now):
             return
         self._gangs.update()
+        if self._reservations.by_backlog:
+            self._reservations.end_abandoned()
         self._look_anew()
         self._unblock_changed()
         self._looked_at = 0

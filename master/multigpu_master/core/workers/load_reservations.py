@@ -33,7 +33,7 @@ class LoadReservations:
     # --- backlogs that wait ------------------------------------------------------------------------------------------
 
     def watch_blocked(self, backlog: Backlog, now: float) -> None:
-        """Call when no worker has room for a backlog's model."""
+        """Call when no worker can take a backlog's first task, and at least one has no room for its model."""
         if backlog not in self._watched:
             self._watched[backlog] = None
             self._check_later(backlog, now)
@@ -108,9 +108,13 @@ class LoadReservations:
         return worker.accepting and not busy
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
-        """The bytes of the models in use that must be unloaded. None: the model can't be loaded there."""
+        """The bytes of the models in use that must be unloaded. None: the model can't be loaded there, or it can
+        without a reservation, once there is room in the window.
+        """
         model = self._model(backlog, worker)
         if not model or model in worker.residency.unwanted:
+            return None
+        if self._fleet.model_block(worker, backlog.shape) is None:
             return None
         if backlog.strategy.excludes(backlog.shape, worker, self._fleet) is not None:
             return None
@@ -129,6 +133,11 @@ class LoadReservations:
         self.by_backlog[backlog] = worker, model
         worker.residency.reserve(model, _models_to_unload(worker, model, self._priority(backlog)) or ())
         self._fleet.models_changed(worker)
+
+    def end_abandoned(self) -> None:
+        """Ends the reservations of backlogs that have no tasks any more."""
+        for backlog in [backlog for backlog in self.by_backlog if not backlog.size]:
+            self._end(backlog)
 
     def end_granted(self, backlog: Backlog) -> bool:
         """Ends the reservation of a backlog whose first task was granted a lease. Returns whether there was one."""
@@ -185,8 +194,9 @@ class LoadReservations:
 
 
 def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | None:
-    """The models in use to unload for `model`, the least recently used first. A model may be unloaded if it has leases,
-    none of a more important priority, and is not pinned. None: the models that must stay leave too little memory.
+    """The models in use to unload for `model`, the least recently used first. Of these, only models that leases alone
+    keep in use can go: not pinned, and without a lease of a more important priority. None: the models that must stay
+    leave too little memory.
     """
     residency = worker.residency
     pinned = residency.pinned()

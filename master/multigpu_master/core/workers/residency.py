@@ -279,7 +279,9 @@ class Residency:
         return before != after or sizes != {r.model: r.memory_bytes for r in self.reported.values()}
 
     def lost(self) -> None:
-        """The session is over: nothing is known until the next heartbeat. `operator_pins` and `unwanted` stay."""
+        """The session is over: drops what its heartbeats and grants have told. What the worker offers, the leases that
+        its next session keeps, `operator_pins` and `unwanted` stay.
+        """
         self.reported, self.unacknowledged_frames, self.replaced_by = {}, {}, {}
         self.loading_since_s, self.granted_without_id = {}, {}
         self.resting, self.rest_until_s = False, 0.0

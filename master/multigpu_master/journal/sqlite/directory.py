@@ -128,7 +128,7 @@ def make_directory(data_dir: Path) -> None:
 def _sync_name(path: Path) -> None:
     """Makes the name of a directory durable. The parent of a mount point may be unable to sync, and needs no sync."""
     if not path.is_mount():
-        # A user who may not open the parent has made no directory in it, so there is nothing to sync.
+        # A user who may not read the parent can't sync it, and usually has made no directory in it.
         with contextlib.suppress(PermissionError):
             sync_directory(path.parent)
 

@@ -1,7 +1,6 @@
 """AdminService's methods for dead letters. A call for a queue handles one page of the queue's dead letters."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from multigpu.v1 import admin_service_pb2 as pb
@@ -10,8 +9,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.admission import FAILED_PRECONDITION
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
-from multigpu_master.errors import PreconditionError
-from multigpu_master.journal.protocol import SubmitRecord
+from multigpu_master.errors import JournalError, JournalFullError, PreconditionError
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.requests import check_count, make_page_token, parse_page_token, read_page_size
@@ -49,26 +47,32 @@ class DeadLetterCalls:
     async def RequeueDeadLetters(self, request: Any, _context: Any) -> pb.RequeueDeadLettersResponse:
         ids, token = await self._named(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
+        rejected: list[str] = []
         for batch in queries.batched(ids, BATCH):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
             # Dead letters that another call handles now are reported as unknown.
             claimed = {task_id for task_id in batch if task_id not in self._busy_dead_letters}
             self._busy_dead_letters |= claimed
             try:
-                letters = await self._letters([task_id for task_id in batch if task_id in claimed])
-                # All must have ended before other calls may have their dead letters, also if one fails.
-                answers = await asyncio.gather(*map(self._requeue, letters), return_exceptions=True)
+                # All must have ended before other calls may have their dead letters, also if one fails. (If the caller
+                # goes away, the call continues: audit.py.)
+                wanted = [task_id for task_id in batch if task_id in claimed]
+                answers = await asyncio.gather(*map(self._requeue, wanted), return_exceptions=True)
             finally:
                 self._busy_dead_letters -= claimed
-            known = {letter.task_id for letter in letters}
-            response.unknown_task_ids.extend(task_id for task_id in batch if task_id not in known)
+            of_id = dict(zip(wanted, answers, strict=True))
+            response.unknown_task_ids.extend(task_id for task_id in batch if of_id.get(task_id) is None)
             response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
-            for letter, answer in zip(letters, answers, strict=True):
+            for task_id, answer in of_id.items():
                 if isinstance(answer, BaseException):
                     raise answer
                 if isinstance(answer, ev.Rejection):
-                    requeued = f"requeued {len(response.task_ids)} of {len(ids)} dead letters"
-                    raise PreconditionError(f"{requeued}; dead letter {letter.task_id}: {answer.message}")
+                    rejected.append(f"dead letter {task_id}: {answer.message}")
+        if rejected:
+            requeued = f"requeued {len(response.task_ids)} of {len(ids)} dead letters"
+            raise PreconditionError(
+                f"{requeued}; {len(rejected)} were rejected, and stay until they are deleted: {rejected[0]}"
+            )
         return response
 
     async def DeleteDeadLetters(self, request: Any, _context: Any) -> pb.DeleteDeadLettersResponse:
@@ -97,18 +101,28 @@ class DeadLetterCalls:
         ids = found[:QUEUE_LETTERS_MAX]
         return ids, make_page_token(ids[-1]) if len(found) > len(ids) else ""
 
-    async def _letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
-        """Returns the dead letters with these task_ids. Leaves out task_ids that are not dead letters."""
-        return await asyncio.to_thread(self._driver.journal.get_dead_letters, task_ids)
-
-    async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
-        """Submits the task of a dead letter. The same transaction of the journal deletes the dead letter."""
+    async def _requeue(self, task_id: int) -> Task | ev.Rejection | None:
+        """Submits the task of a dead letter. The same transaction of the journal deletes the dead letter. None: there
+        is no such dead letter.
+        """
+        try:
+            letters = await asyncio.to_thread(self._driver.journal.get_dead_letters, [task_id])
+        except JournalFullError:
+            raise
+        except JournalError as error:  # its payload is lost
+            return ev.Rejection(FAILED_PRECONDITION, str(error))
+        if not letters:
+            return None
+        (letter,) = letters
         # The journal's readers find a dead letter before the core hears of the commit. Wait until the core has
         # forgotten the task.
         driver, request_id = self._driver, letter.request_id
         while letter.task_id in driver.core.ledger.tasks:
             await driver.wait_settled(letter.task_id, DURABLE_S)
-        known = driver.core.ledger.requests.get(request_id) or driver.find_settled([request_id]).get(request_id)
+        live = driver.core.ledger.requests.get(request_id)
+        if live is not None and live.outcome is not None and live.outcome.withdrawn:
+            live = None
+        known = live or driver.find_settled([request_id]).get(request_id)
         if known is not None and known.task_id != letter.task_id:
             return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=known.task_id))
         spec = driver.specs.restore(letter.spec)

@@ -171,7 +171,7 @@ def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
     the current version, and its engine, once both have loaded it. An unknown digest equals any.
     """
     digests = {d for d in (one.digest, other.digest) if d}
-    engines = {model.engine for model in (one, other) if model.facts}
+    engines = {model.engine for model in (one, other) if model.facts}  # a worker has no facts before it loads the model
     alike = (one.kind, one.source, one.files_bytes, one.current, one.error) == (
         other.kind, other.source, other.files_bytes, other.current, other.error,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError, JournalError, NotFoundError, PreconditionError
 from multigpu_master.rpc.requests import page_of
 from multigpu_master.security.auth import Auth
+from multigpu_master.security.setup import ADMIN_TOKEN_NAME
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
 from multigpu_master.wire.times import seconds_of, set_time
 
@@ -24,6 +25,8 @@ class TokenCalls:
 
     async def CreateToken(self, request: Any, _context: Any) -> pb.CreateTokenResponse:
         _, tokens = self._tokens()
+        if request.name == ADMIN_TOKEN_NAME:
+            raise InvalidArgumentError(f"{request.name!r} is the name of the token that the master makes: take another")
         expired = tokens.remove_expired()
         try:
             token, secret = tokens.make(
