@@ -38,6 +38,20 @@ def test_a_lease_whose_failure_was_reported_does_not_come_back() -> None:
     assert state_of(task) is OutcomeState.DEAD_LETTERED
 
 
+def test_a_lease_whose_return_was_reported_does_not_come_back() -> None:
+    """It took a later attempt, which had run, off the count; then a queue_timeout ended the task (seed 61008544)."""
+    stage, task = leased()
+    old = lease_of(task)
+    stage.report(old, RETURNED)
+    assert lease_of(task) is not old
+    stage.beat(running=True)
+    stage.handle(ev.SessionClosed(stage.sessions), 0.1)
+    assert (task.lease, task.attempts) == (None, 1)
+    commands = stage.worker("w", [held_lease(old)])
+    assert any(isinstance(c, ev.Revoke) and c.lease_ids == [old.lease_id] for c in commands)
+    assert (task.lease, task.attempts) == (None, 1)
+
+
 def test_an_attempt_that_ended_while_no_session_was_open_has_its_own_times() -> None:
     """Its end was the time of its adoption: a task of 2.4 s seemed to take an hour."""
     stage, task = leased()

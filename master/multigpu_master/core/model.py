@@ -77,7 +77,7 @@ class TaskError:
     traceback: str = ""
 
 
-ATTEMPTS_KEPT = 16
+ATTEMPTS_KEPT = LEASE_IDS_KEPT = 16
 LOG_CHARS_MAX = 16_384  # limit of the log of a task
 
 
@@ -112,6 +112,7 @@ class Extra:
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     reservations_expired: int = 0  # of a gang: reservations that ended before it could begin
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
+    returned_lease_ids: tuple[int, ...] = ()  # the last LEASE_IDS_KEPT leases that a worker has returned
     first_lease_id: int = 0  # of a requeued dead letter: leases with lower ids were granted before
     # The device_key of the device on which it last failed or was not begun, or the worker_id of the worker that
     # returned its recalled lease.

@@ -153,8 +153,8 @@ SESSIONS = (
     sessions("P3: a worker is lost before its timeout", "now < suspect_at_s:", "now < suspect_at_s - self._grace_s:"),
     sessions_story(
         "P4: an attempt that failed is taken off the count when its lease comes back and is lost",
-        "if extra is not None and (held.attempt <= extra.failed_attempt or held.lease_id < extra.first_lease_id):",
-        "if extra is not None and held.lease_id < extra.first_lease_id:",
+        "if held.attempt <= extra.failed_attempt or held.lease_id in extra.returned_lease_ids:",
+        "if held.lease_id in extra.returned_lease_ids:",
     ),
     sessions("P3: a worker that falls silent later is never missed", "self._watch_silence(worker, suspect_at_s)"),
     sessions("a silent session is not ended", "self._commands.add(ev.EndSession(session", "_ = (ev.EndSession(session"),

@@ -11,7 +11,19 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Energy, Extra, Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker, total
+from multigpu_master.core.model import (
+    LEASE_IDS_KEPT,
+    Energy,
+    Extra,
+    Gang,
+    Lease,
+    Outcome,
+    OutcomeState,
+    Task,
+    TaskError,
+    Worker,
+    total,
+)
 from multigpu_master.core.placement.gangs import Gangs
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.restart import RecoveryHold
@@ -92,15 +104,15 @@ class Sessions:
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
-        leased, if the attempt's failure was reported, or if it preceded a requeue of the dead letter. For a gang,
-        returns False, and keeps only rank 0's checkpoint and the fact that an attempt has begun.
+        leased, or if the lease is over: its end was reported, or the task is a dead letter that was requeued since. For
+        a gang, returns False, and keeps only rank 0's checkpoint and the fact that an attempt has begun.
         """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
-        if extra is not None and (held.attempt <= extra.failed_attempt or held.lease_id < extra.first_lease_id):
-            return False  # the failure counts against attempts_max already, and must not count twice
+        if extra is not None and _is_over(extra, held):
+            return False  # its report has counted already, and must not count twice
         if task.spec.world_size > 1:  # it runs again as a whole, from the checkpoint of rank 0: other ranks have none
             if held.checkpoint:
                 self._ledger.keep_checkpoint(task, held.checkpoint)
@@ -311,6 +323,9 @@ class Sessions:
                 self._ledger.counters.stale_reports += 1
                 continue
             self._ledger.release(lease)
+            if failure.returned:
+                extra = lease.task.ensure_extra()
+                extra.returned_lease_ids = (*extra.returned_lease_ids[1 - LEASE_IDS_KEPT :], lease.lease_id)
             if failure.returned and failure.error.type in (MAKES_ROOM, PAYLOAD_NOT_READABLE):
                 attempts.requeue_uncharged(lease, now, REQUEUE_S)
             elif failure.returned and failure.error.type == RECALLED and lease.recalled:
@@ -413,6 +428,13 @@ class Sessions:
                 self._lose(worker, now)
 
         self._timers.at(due_s, check)
+
+
+def _is_over(extra: Extra, held: ev.HeldLease) -> bool:
+    """Whether the end of a lease was reported, or the lease preceded the requeue of the dead letter."""
+    if held.attempt <= extra.failed_attempt or held.lease_id in extra.returned_lease_ids:
+        return True
+    return held.lease_id < extra.first_lease_id
 
 
 def _without_large_outcomes(worker: Worker, event: ev.Reports) -> ev.Reports:
