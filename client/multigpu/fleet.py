@@ -695,7 +695,8 @@ class Queue:
     queued: int
     queued_bytes: int
     leased: int
-    # Waiting time of the oldest queued task. Absent: no task is queued.
+    # Waiting time of the oldest of the tasks that are next in their turn. Tasks that pause before another attempt do
+    # not count. Absent: there is none.
     oldest_age_s: float | None
     limits: QueueLimits
     # Tasks that ended and tasks that were submitted, per second, on average over the last minute.
@@ -862,8 +863,8 @@ class Stats:
     cancelled: int
     expired: int
     dead_lettered: int
-    # Leases requeued because a worker was lost or returned them, since the master started. Leases moved in a healthy
-    # fleet are not included.
+    # Leases after which a task was requeued or became a dead letter, because a worker was lost or returned them, since
+    # the master started. Leases moved in a healthy fleet are not included.
     requeued: int
     # Reports rejected because their lease was no longer valid, since the master started.
     stale_reports: int

@@ -23,6 +23,10 @@ class JournalError(Exception):
     """The journal can't be opened or used; the message says what to do."""
 
 
+class JournalClosedError(JournalError):
+    """The journal has been closed."""
+
+
 class JournalDamagedError(JournalError):
     """The journal's data is damaged. Trying again does not help."""
 

@@ -5,9 +5,10 @@ integers. An epoch is on the disk before its first id is used. The epoch is the 
 and the counter starts at the fraction of the second times 2**23: a master on an empty journal or on an older copy
 repeats no id, even if it starts in the same second as its predecessor. An epoch is always above the journal's last one.
 
-Each start of a master is an incarnation with a random name, which the journal keeps. A lease_id or a cursor that a peer
-holds is valid only if the journal knows the incarnation that issued it, and if it is below that incarnation's end.
-Otherwise this is a different journal, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+Each start of a master is an incarnation with a random name, which the journal keeps. A cursor numbers an outcome in the
+order of the journal; clients get it from Watch. A lease_id or a cursor that a peer holds is valid only if the journal
+knows the incarnation that issued it, and if it is below that incarnation's end. Otherwise this is a different journal,
+or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
 """
 
 import secrets

@@ -156,14 +156,14 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_leve
     master = Master(config, journal, clock, descriptors, telemetry)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, master.stopped.set)
+        loop.add_signal_handler(number, master.stop_requested.set)
     loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level, master.reload)
     await master.start()
     systemd.ready(_status(master))
     notifying = asyncio.create_task(
         systemd.keep(lambda: journal.works(JOURNAL_OPERATION_MAX_S), lambda: _status(master))
     )
-    await master.stopped.wait()
+    await master.stop_requested.wait()
     notifying.cancel()
     systemd.stopping(master.fatal or "stopping")
     if master.fatal is None:

@@ -35,7 +35,7 @@ class Outbox(Generic[F]):
         self._finished = False
         self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
         self.bytes = 0  # size of all waiting items
-        # By task_id: index of the first partial output to send. The peer got the earlier ones from an earlier master.
+        # By task_id: index of the first partial output to send. The peer got the earlier ones on an earlier stream.
         self.partials_from: dict[int, int] = {}
         self.peer_name = ""  # the name of the client, or of the worker's process, at the other end
         self.pending_outcomes = 0  # outcomes that the peer waits for

@@ -75,7 +75,7 @@ class Master:
         self._loop = asyncio.get_running_loop()
         self.address = ""
         self.fatal: str | None = None
-        self.stopped = asyncio.Event()
+        self.stop_requested = asyncio.Event()
         self.driver: Driver
         self._descriptors = descriptors
         self._server = Server(max(descriptors - DESCRIPTORS_KEPT, descriptors // 2))
@@ -268,7 +268,7 @@ class Master:
         if self.fatal is None:
             self.fatal = reason
             log.critical("master ends", reason=reason)
-            self.stopped.set()
+            self.stop_requested.set()
 
     async def _end_with_server(self) -> None:
         """Ends the master if the gRPC server ends by an error of its own."""

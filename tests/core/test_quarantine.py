@@ -311,6 +311,18 @@ def test_a_sick_worker_that_was_away_when_it_was_reset_is_quarantined_when_it_is
     assert fleet.quarantined() == ["w0", "w1", "w2"]
 
 
+def test_a_reset_judges_no_worker_before_its_first_heartbeat() -> None:
+    fleet = Fleet()
+    info = WorkerInfo(worker_id="w", device_id="GPU-0", capabilities=(Capability(kind="run"),), slots=8)
+    fleet.handle(ev.RegisterWorker(info, expected=True, quarantined=True))
+    fleet.join(info)
+    fleet.handle(ev.ResetBreaker())
+    (task,) = fleet.submit()
+    assert task.lease is None, "its device was sick when the master stopped"
+    fleet.says("w", HEALTHY)
+    assert lease_of(task).worker is fleet.get("w")
+
+
 def test_slow_wear_does_not_trip_it_nor_does_one_device_that_flaps() -> None:
     fleet = Fleet().gpus(8)
     for i in range(5):

@@ -55,7 +55,7 @@ def test_a_task_whose_lease_came_back_before_it_began_ends_at_its_queue_timeout(
     stage.worker("a")
     (task,) = stage.submit(spec=replace(SPEC, queue_timeout_s=TIMEOUT_S))
     run_for(stage, TIMEOUT_S + 1.0, running=False)
-    assert lease_of(task).recalled
+    assert lease_of(task).recalled_in
     stage.report(lease_of(task), RETURNED)
     assert error_of(task) == "QueueTimeout"
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ import grpc
 import pytest
 from multigpu._transport.payloads import LARGE_BYTES, Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2, worker_service_pb2
-from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Task, TaskError
-from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
+from multigpu_master.core.model import Task, TaskError
+from multigpu_master.core.workers.info import HEALTHY, Capability, Telemetry, WorkerInfo
+from multigpu_master.driver import CANCEL_TASKS, BrokenError, RunOutbox
 from multigpu_master.errors import (
+    CallError,
     ExhaustedError,
     JournalError,
     JournalFullError,
@@ -29,7 +29,7 @@ from multigpu_master.errors import (
     PreconditionError,
 )
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, OutcomeFilter
+from multigpu_master.journal.protocol import OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.outbox import FRAME_BYTES
@@ -39,59 +39,11 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.run_stream import RunStream
-from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.settings import worker_setting
-from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import times as wire_times
 
 from tests.compiled import replaces_a_method
-
-STREAM_BYTES_MAX = 64 << 20
-
-
-class Stage:
-    """A driver with its core and a real journal, one worker and one Run stream."""
-
-    def __init__(self, data_dir: Path) -> None:
-        self.fatal: list[str] = []
-        self.commits: list[Sequence[Entry]] = []
-        self._loop = asyncio.get_running_loop()
-        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-        recovered = self.journal.open(self._on_commit)
-        core = Core(load_strategies(), Limits(), first_id(recovered.epoch), lambda: 0.0)
-        specs = wire_specs.SpecReader()
-        assert not list(recovered.tasks)
-        self.driver = Driver(core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append)
-        self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
-        self.driver.workers.open(1, "p")
-        self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
-        self.stream, self.outbox = self.driver.open_stream()
-        self.service = TaskService(self.driver, Intake(self.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
-
-    def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
-        self.commits.append(entries)
-        self._loop.call_soon_threadsafe(self.driver.write_buffer.handle_commit, entries, first_cursor, error)
-
-    def submit(self, *names: str) -> list[Task]:
-        tasks = [Task(self.spec, name, b"payload", submit_s=self.driver.now()) for name in names]
-        self.driver.submit(self.spec, tasks, self.stream, lambda _error: None)
-        return tasks
-
-    async def durable(self) -> None:
-        async with asyncio.timeout(120):
-            await self.driver.write_buffer.all_durable()
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    made = Stage(tmp_path / "data")
-    yield made
-    made.journal.close(20)
-
-
-def leases_of(tasks: list[Task]) -> list[Lease]:
-    return [task.lease for task in tasks if task.lease is not None]
+from tests.master.stage import STREAM_BYTES_MAX, Stage, leases_of
 
 
 async def outcomes(outbox: RunOutbox) -> dict[str, task_pb2.Outcome]:
@@ -209,6 +161,16 @@ async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: 
     assert (counted.leased, counted.succeeded) == (0, 1)
 
 
+async def test_a_get_of_a_young_task_answers_when_the_task_ends_while_it_is_written(stage: Stage) -> None:
+    (task,) = stage.submit("young")
+    request = task_service_pb2.GetRequest(task_id=task.task_id, wait=wire_times.duration(60))
+    getting = asyncio.create_task(stage.service.Get(request, None))
+    await asyncio.sleep(0)
+    stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
+    async with asyncio.timeout(30):
+        assert (await getting).task.outcome.result == b"done"
+
+
 async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_anothers_by_then(
     stage: Stage, monkeypatch: Any
 ) -> None:
@@ -226,6 +188,14 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
     request = task_service_pb2.GetRequest(request_id="taken", wait=wire_times.duration(20))
     answer = await stage.service.Get(request, None)
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
+
+
+async def test_a_device_is_checked_once_its_worker_has_told_which_checks_it_has_passed(stage: Stage) -> None:
+    service, request = AdminService(stage.driver, "", None), admin_service_pb2.CheckWorkerRequest(worker_id="w")
+    with pytest.raises(CallError, match="try again"):
+        await service.CheckWorker(request, None)
+    stage.driver.handle(ev.Heartbeat(1, [], 1 << 30, Telemetry(), health=replace(HEALTHY, checks_passed=5)))
+    assert (await service.CheckWorker(request, None)).check == 6
 
 
 async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) -> None:

@@ -14,9 +14,7 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.wire.payloads import outcome_body
 
 from tests.master.journal.journals import commit, opened, settle
-from tests.master.test_driver import Stage, leases_of, stage
-
-__all__ = ["stage"]
+from tests.master.stage import Stage, leases_of
 
 MIB = 1 << 20
 

@@ -56,7 +56,7 @@ async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pyte
     await master.start()
     await asyncio.to_thread(_send_a_path_that_is_no_text, master.address)
     async with asyncio.timeout(120):
-        await master.stopped.wait()
+        await master.stop_requested.wait()
     assert master.fatal is not None and "gRPC server" in master.fatal
     await master.stop()
 

@@ -8,7 +8,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.errors import JournalFullError
 from multigpu_master.journal.protocol import Entry
 
-from tests.master.test_driver import Stage
+from tests.master.stage import Stage
 
 
 def request(*names: str) -> task_service_pb2.SubmitRequest:

@@ -294,6 +294,22 @@ def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:
         shown.channel("localhost:1", ())
 
 
+def test_a_renewed_key_is_used_once_its_mode_is_mended(tmp_path: Path) -> None:
+    ca = tmp_path / "ca"
+    authority.init(ca)
+    authority.issue(ca, "master", "master", ["localhost"])
+    settings: dict[str, Any] = {"tls_cert": str(ca / "master.crt"), "tls_key": str(ca / "master.key")}
+    certificates = listeners.Certificates(MasterConfig(**settings))
+    certificates.load_first()
+    assert certificates.new_configuration() is None
+    authority.issue(ca, "master", "master", ["localhost"])
+    (ca / "master.key").chmod(0o604)
+    assert certificates.new_configuration() is None
+    (ca / "master.key").chmod(0o600)
+    assert certificates.new_configuration() is not None
+    assert certificates.new_configuration() is None
+
+
 def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path) -> None:
     ca = tmp_path / "ca"
     with pytest.raises(authority.AuthorityError, match="restore"):

@@ -1,12 +1,12 @@
 """Decides what follows a lease that ends without success: another attempt, or the task's end.
 
 - An attempt that failed, or ran when its worker was lost, is charged to the task. The next attempt begins after a
-  pause, on another device if one is free then; after attempts_max charged attempts the task becomes a dead letter. An
-  error that is not retryable ends the task as FAILED at once.
-- If a worker is lost while a lease waits in its window, the task is not charged. But a task may kill its workers before
-  they can report that it runs. So after the second such loss and each later one, the task pauses, longer each time:
-  this separates it from other tasks that were lost with it. After more than LOSSES_MAX losses the task becomes a dead
-  letter.
+  pause, on another device if one is free then; after attempts_max charged attempts, and one for each blamed device
+  (quarantine.py), the task becomes a dead letter. An error that is not retryable ends the task as FAILED at once.
+- A *loss* is a lease that ends uncharged: its worker was lost while it waited in the window, or the worker lost it or
+  returned it (unless its device is sick). But a task may kill its workers before they can report that it runs. So after
+  the second such loss and each later one, the task pauses, longer each time: this separates it from other tasks that
+  were lost with it. After more than LOSSES_MAX losses the task becomes a dead letter.
 - If a gang (gangs.py) loses a worker, the loss counts in the same way and is not charged, even if the gang ran.
 - An attempt that the master interrupts, for example at a drain deadline, is not charged, however often that happens.
 """
@@ -57,8 +57,9 @@ class Attempts:
     def failed(
         self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
     ) -> None:
-        """Charges a failed attempt. Requeues the task after a pause if the error is retryable, an attempt is left, and
-        the task is not `condemned`. Otherwise settles it: as a dead letter if the error is retryable, as FAILED if not.
+        """Ends a failed attempt, which stays charged: it was counted when its lease was granted. Requeues the task
+        after a pause if the error is retryable, an attempt is left, and the task is not `condemned` (quarantine.py).
+        Otherwise settles it: as a dead letter if the error is retryable, as FAILED if not.
         """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
@@ -123,7 +124,7 @@ class Attempts:
         the attempt was interrupted.
         """
         self._uncharge(lease)
-        if lease.recalled:
+        if lease.recalled_in:
             lease.task.ensure_extra().avoid_device_or_worker = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
         self.end_if_overdue(lease.task, now)
@@ -233,7 +234,7 @@ class Attempts:
             return  # an old expiry: the task became a dead letter, and was requeued with its task_id and a new submit_s
         due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
-            if lease.recalled != lease.worker.session:
+            if lease.recalled_in != lease.worker.session:
                 self._commands.recall(lease.worker, [lease])
             self._ledger.expiries.at(due_s, task, TimeLimit.QUEUE_TIMEOUT)
             return

@@ -455,7 +455,7 @@ class Commands:
     def recall(self, worker: Worker, leases: Sequence[Lease]) -> None:
         """Asks the worker to return those of these leases that it has not begun."""
         for lease in leases:
-            lease.recalled = worker.session
+            lease.recalled_in = worker.session
         if leases:
             self._commands.append(Recall(worker.session, [lease.lease_id for lease in leases]))
 

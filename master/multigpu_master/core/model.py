@@ -188,7 +188,7 @@ class Task:
     client_id: str = ""  # of the Run stream that submitted it; "": another call, or an earlier master, accepted it
 
     @property
-    def final_outcome(self) -> Outcome | None:
+    def outcome_if_ephemeral(self) -> Outcome | None:
         """The outcome of an ephemeral task; always None for durable tasks, whose final outcome is in the journal."""
         return None if self.spec.durable else self.outcome
 
@@ -237,7 +237,7 @@ class Lease:
     steps: int = 0
     note: str = ""
     log: str = ""  # its last lines, as last reported
-    recalled: int = 0  # the session in which it was recalled; 0: it was not
+    recalled_in: int = 0  # the session in which it was recalled; 0: it was not
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker lists its models by name only
     share: int = SLOT  # the part of a slot that it takes: less than SLOT where a slot runs several tasks together
     gang: "Gang | None" = None  # with the leases of the task's other ranks
@@ -293,6 +293,7 @@ class Worker:
     connect_s: float = 0.0
     heard_s: float = 0.0
     stopping: bool = False  # the worker reports that it is stopping
+    health_reported: bool = False  # a heartbeat has come; before, `health` is that of an earlier session
     # As of the last heartbeat.
     telemetry: Telemetry = field(default_factory=Telemetry)
     health: Health = HEALTHY

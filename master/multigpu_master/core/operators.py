@@ -1,5 +1,5 @@
-"""Handles events of operators (cordon, drain, forget, models, strategies, queues), whose names the caller has checked,
-and registers the workers that the journal knows when a master starts.
+"""Handles the events of operators (cordon, drain, forget, models, strategies, queues), and registers the workers that
+the journal knows when a master starts. The caller has checked the names in the events.
 """
 
 from dataclasses import replace

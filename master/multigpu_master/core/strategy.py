@@ -60,13 +60,14 @@ class Strategy(ABC):
     @abstractmethod
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
         """The worker's score. Of the workers not excluded, the lowest gets the task; on a tie, the worker whose last
-        lease was granted the longest ago.
+        lease was granted the longest ago (of a pinned strategy: the one with the lowest worker_id).
         """
 
     def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
         """How many tasks of this shape must be queued before the worker gets one.
 
-        With fewer queued tasks the worker is skipped; if every other window is full, the tasks wait. The value may
-        change when a score may, and when the number of workers with the model changes.
+        With fewer queued tasks the worker is skipped, unless it has a load reservation for their model; if every other
+        window is full, the tasks wait. The value may change when a score may, and when the number of workers with the
+        model changes.
         """
         return 1

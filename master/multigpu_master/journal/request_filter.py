@@ -1,4 +1,5 @@
-"""A filter of the request_ids that the journal may know, in memory: for most new tasks the disk is not read.
+"""A filter of the request_ids of settled tasks that the journal may know, in memory: for most new tasks the disk is not
+read.
 
 It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. They find every request_id that was added, and
 a few that were not: for each one found the journal is read. A full filter is followed by another, as in scalable Bloom
@@ -12,6 +13,7 @@ from itertools import combinations
 
 import structlog
 
+from multigpu_master.errors import JournalClosedError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 # 1.5 bytes for each request_id. A full filter finds 4.1 % of new request_ids.
@@ -57,7 +59,7 @@ class RequestFilter:
         return 0 < self._loaded_capacity < self._added
 
     def add(self, request_ids: Sequence[str]) -> None:
-        """Adds request_ids that will be appended to the journal."""
+        """Adds request_ids of settled tasks, whose outcomes will be appended to the journal."""
         self._added += len(request_ids)
         if self._filters[-1].room < len(request_ids):
             self._filters.append(_Filter(self._loaded_capacity // 2))
@@ -81,19 +83,24 @@ class RequestFilter:
         return self._load(journal, len(self._filters) - 1)
 
     async def _load(self, journal: SqliteJournal, since: int) -> None:
-        while (loaded := await asyncio.to_thread(_read, journal)) is None:  # noqa: ASYNC110  no event says when it can be read
-            await asyncio.sleep(RETRY_S)
+        try:
+            while (loaded := await asyncio.to_thread(_read, journal)) is None:  # noqa: ASYNC110  no event says when it can be read
+                await asyncio.sleep(RETRY_S)
+        except JournalClosedError:
+            return  # the master stops
         self._filters = [loaded, *self._filters[since:]]
         self._loaded_capacity = loaded.capacity
         self._added = sum(f.capacity - f.room for f in self._filters[1:])
 
 
 def _read(journal: SqliteJournal) -> _Filter | None:
-    """Returns None, and logs why, if the journal could not be read."""
+    """Returns None, and logs why, if the journal could not be read. Raises JournalClosedError."""
     try:
         loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
         for page in journal.request_ids():
             loaded.add(page)
+    except JournalClosedError:
+        raise
     except Exception as error:  # noqa: BLE001  such as MemoryError: without another try, every settle would begin a load
         log.warning("the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S)
         return None

@@ -67,16 +67,9 @@ class Intake:
             return [rejection] * count
         candidates = tasks_of(spec, batch, self._payload_bytes_max, peer)
         known = driver.find_settled(request_ids)
-        replaces: dict[str, int] = {}
         if caller is not None and caller.queues is not None:
             candidates = [self._check_request_id(c, known, caller) for c in candidates]
-        if spec.retry_failed:
-            failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
-            replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
-            for r in request_ids:
-                live = driver.core.ledger.requests.get(r)
-                if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
-                    replaces[r] = live.task_id  # the journal writes this dead letter, then deletes it
+        replaces = self._remove_failed(request_ids, known) if spec.retry_failed else {}
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.done_soon(done)
@@ -96,6 +89,18 @@ class Intake:
             else:
                 answers.append(next(rest))
         return answers
+
+    def _remove_failed(self, request_ids: Sequence[str], known: dict[str, SettledTask]) -> dict[str, int]:
+        """Removes the tasks that did not succeed from `known`. Returns the dead letters that the new tasks replace: the
+        task_id of each by its request_id.
+        """
+        failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
+        replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
+        for r in request_ids:
+            live = self._driver.core.ledger.requests.get(r)
+            if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
+                replaces[r] = live.task_id  # the journal writes this dead letter, then deletes it
+        return replaces
 
     def _check_request_id(
         self, candidate: Task | ev.Rejection, known: dict[str, SettledTask], caller: Token

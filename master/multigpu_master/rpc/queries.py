@@ -74,9 +74,9 @@ def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task
     gang whose log is returned, until the task settles.
     """
     message = task_message(task, driver.now())
-    if whole and task.final_outcome is None:
+    if whole and task.outcome_if_ephemeral is None:
         message.log = task.log if not rank else _log_of(task, rank)
-    if task.final_outcome is not None:
+    if task.outcome_if_ephemeral is not None:
         body = driver.outcomes.write(task)
         if not whole and isinstance(body, LargeBody):
             body = body.without_result()
@@ -157,8 +157,8 @@ class Filter:
     def matches(self, task: Task) -> bool:
         """Whether a task of the core matches."""
         spec, outcome = task.spec, task.outcome
-        if task.final_outcome is not None:
-            if not self.settled or (self.outcomes and int(task.final_outcome.state) not in self.outcomes):
+        if task.outcome_if_ephemeral is not None:
+            if not self.settled or (self.outcomes and int(task.outcome_if_ephemeral.state) not in self.outcomes):
                 return False
         elif task_state(task) not in self.live_states or (self.retrying and not task.attempts):
             return False
@@ -242,8 +242,8 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
             for task in block:
                 if not task.task_id or not wanted.matches(task):  # 0: the journal has rejected it meanwhile
                     continue
-                if task.final_outcome is not None:
-                    counts[task.final_outcome.state] += 1
+                if task.outcome_if_ephemeral is not None:
+                    counts[task.outcome_if_ephemeral.state] += 1
                 elif task_state(task) == task_pb2.TASK_STATE_LEASED:
                     response.leased += 1
                 else:

@@ -179,7 +179,7 @@ class RunStream:
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
         """Cancels the tasks that this client submitted on a Run stream, and stops following others. A request_id whose
-        outcome will not come on this stream is answered with a rejection.
+        task has ended, or whose outcome will not come on this stream, is answered with a rejection.
         """
         requests = self._driver.core.ledger.requests
         tasks: list[Task] = []

@@ -83,7 +83,8 @@ class TaskService:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
-                # A task that the batch joined goes on if the new tasks can't be written. One that ended is not durable.
+                # A task that the batch joined goes on if the new tasks can't be written. If it has ended, its outcome
+                # is not on the disk either.
                 lost = isinstance(answer, Task) and error is not None and answer.outcome is not None
                 if lost or (isinstance(answer, Task) and not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  its write failed
@@ -158,7 +159,9 @@ class TaskService:
             await self._driver.write_buffer.written(found)
             if not found.task_id:  # the journal has rejected it
                 found = None
-        if isinstance(found, Task) and found.final_outcome is None:
+            elif found.spec.durable and self._driver.core.ledger.tasks.get(found.task_id) is not found:
+                found = await self._find(task_service_pb2.GetRequest(task_id=found.task_id))  # it has ended meanwhile
+        if isinstance(found, Task) and found.outcome_if_ephemeral is None:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
             task_id, durable = found.task_id, found.spec.durable
             if found.outcome is not None:  # not on the disk yet, but its client may have got it from Run

@@ -1,5 +1,5 @@
-"""The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each call that changes
-the fleet, including failed calls.
+"""The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each such call that
+passes authentication, also if it fails.
 
 The line of a successful call is synced before the answer. If that fails, the line is in the master's log, and the
 answer is the same. A call that its caller cancels runs to its end and is logged.

@@ -69,11 +69,12 @@ class Certificates:
     def __init__(self, config: MasterConfig) -> None:
         self._paths = [Path(p).expanduser() for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
         self._lock = threading.Lock()
-        self._seen: list[bytes] = []  # contents of the files, valid or not, when a connection last loaded them
+        self._used: list[bytes] = []  # contents of the files that are in use
+        self._logged = ""  # why the files were last rejected
 
     def load_first(self) -> Any:
         """Returns the first configuration for gRPC. Raises ListenError if the files are invalid."""
-        self._seen = texts = self._read()
+        self._used = texts = self._read()
         return _configuration(texts)
 
     def new_configuration(self) -> Any:
@@ -82,14 +83,15 @@ class Certificates:
         """
         with self._lock:
             try:
-                texts = [path.read_bytes() for path in self._paths]
-                if texts == self._seen:
+                if [path.read_bytes() for path in self._paths] == self._used:
                     return None
-                self._seen = texts  # set before _read can raise, so that invalid files are logged once
-                self._seen = texts = self._read()
+                self._used = texts = self._read()
             except (OSError, ListenError) as error:
-                log.warning("new certificates are not used", error=str(error))
+                if str(error) != self._logged:
+                    self._logged = str(error)
+                    log.warning("new certificates are not used", error=str(error))
                 return None
+            self._logged = ""
         log.info("new certificates are in use", certificate=str(self._paths[0]))
         return _configuration(texts)
 

@@ -21,8 +21,8 @@ class StrategyError(Exception):
 
 
 class Guarded(Strategy):
-    """A strategy of another package, whose mistakes must not end the master: if a method raises an exception or returns
-    something else than it should, the worker is excluded, and the mistake is logged.
+    """A strategy of another package, whose mistakes must not end the master: a mistake in excludes() or score()
+    excludes the worker, one in min_backlog() counts as 1. Each is logged once.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -113,7 +113,9 @@ class History:
         return c.submitted, c.succeeded, c.failed + c.cancelled + c.expired + c.dead_lettered
 
     def _add_devices(self, point: pb.HistoryPoint) -> None:
-        """Adds the devices' power and utilization. A device that several workers report counts once."""
+        """Adds the number of connected workers, and the devices' power and utilization. A device that several workers
+        report counts once.
+        """
         connected = [worker for worker in self._core.fleet.workers.values() if worker.session]
         point.workers_active = len(connected)
         samples = {(worker.info.host, worker.info.device_id): worker.telemetry for worker in connected}.values()

@@ -166,7 +166,7 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
 
 def task_state(task: Task) -> task_pb2.TaskState:
     """The state as clients see it. A durable task stays LEASED or QUEUED until its outcome is on disk."""
-    if task.final_outcome is not None:
+    if task.outcome_if_ephemeral is not None:
         return task_pb2.TASK_STATE_SETTLED
     leased = task.lease is not None or (task.outcome is not None and task.outcome.worker_id)
     return task_pb2.TASK_STATE_LEASED if leased else task_pb2.TASK_STATE_QUEUED

@@ -123,7 +123,7 @@ GANGS = (
     gangs("waiting leases of reserved workers are not recalled", "            self._commands.recall(worker, waiting)"),
     gangs(
         "leases that run are recalled",
-        "if not x.running and x.recalled != worker.session]",
+        "if not x.running and x.recalled_in != worker.session]",
         "]",
         checker="gangs in seeds",
     ),

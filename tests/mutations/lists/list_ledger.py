@@ -11,7 +11,9 @@ timers = partial(Mutation, module="multigpu_master.core.timers")
 
 LEDGER = (
     Mutation(
-        "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.events"
+        "a lease is recalled again and again",
+        "lease.recalled_in = worker.session",
+        module="multigpu_master.core.events",
     ),
     ledger("tasks of one class run out of order", "if requeued_letter:", seeds=20_000),
     fleet(

@@ -176,7 +176,7 @@ PLACEMENT = (
         "leases = waiting",
     ),
     recall_story("P12: all leases are read again for each backlog", "less_urgent[worker] = leases[needed:]"),
-    recall("running leases are recalled", "if lease.running or lease.recalled", "if lease.recalled"),
+    recall("running leases are recalled", "if lease.running or lease.recalled_in", "if lease.recalled_in"),
     recall_story(
         "leases behind a cancelled call are not recalled",
         "    return len(worker.leases) > worker.slots or",

@@ -52,7 +52,8 @@ QUARANTINE = (
     quarantine("the breaker resets itself", "if breaker.tripped_s:", "if breaker.tripped_s > now - breaker.window_s:"),
     quarantine(
         "a breaker reset judges no worker",
-        "        for worker in list(self._fleet.sessions.values()):\n            self._judge(worker, now)\n",
+        "if worker.health_reported]:\n            self._judge(worker, now)\n",
+        "]:\n            pass\n",
     ),
     quarantine(
         "a poison task has all its attempts",

@@ -14,7 +14,7 @@ SESSIONS = (
         'attempts.lost(lease, "recalled", now)',
     ),
     sessions_story(
-        "P4: a worker that returns all it gets keeps its tasks for ever", "RECALLED and lease.recalled:", "RECALLED:"
+        "P4: a worker that returns all it gets keeps its tasks for ever", "RECALLED and lease.recalled_in:", "RECALLED:"
     ),
     sessions(
         "P2: the old session of a worker lives on beside the new one",

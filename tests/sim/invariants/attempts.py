@@ -111,7 +111,7 @@ class Attempts:
         """Whether a worker with a sick device returns it, for no other reason."""
         if not isinstance(event, ev.Reports):
             return False
-        others = (MAKES_ROOM, RECALLED) if lease.recalled else (MAKES_ROOM,)
+        others = (MAKES_ROOM, RECALLED) if lease.recalled_in else (MAKES_ROOM,)
         return any(f.lease_id == lease.lease_id and f.returned and f.error.type not in others for f in event.failures)
 
     def _charge(

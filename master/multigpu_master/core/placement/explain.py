@@ -125,7 +125,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         outcome = task.outcome
         where = f" on {outcome.worker_id}" if outcome.worker_id else ""
         why = f": {outcome.error.message}" if outcome.error is not None else ""
-        waits = "" if task.final_outcome else "; the outcome is not on the master's disk yet"
+        waits = "" if task.outcome_if_ephemeral else "; the outcome is not on the master's disk yet"
         return f"{OutcomeState(outcome.state).name}{where} after {task.attempts} attempt(s){why}{waits}"
     if task.lease is not None:
         lease = task.lease

@@ -164,7 +164,7 @@ class Gangs:
         for worker in new:
             worker.gang_leases_limit = 0
             self._fleet.touch(worker)
-            waiting = [x for x in worker.leases.values() if not x.running and x.recalled != worker.session]
+            waiting = [x for x in worker.leases.values() if not x.running and x.recalled_in != worker.session]
             self._commands.recall(worker, waiting)
         self._reserved = wanted
         self.update()

@@ -161,7 +161,7 @@ class Recalls:
         """
         leases, busy = [], 0
         for lease in worker.leases.values():
-            if lease.running or lease.recalled == worker.session:
+            if lease.running or lease.recalled_in == worker.session:
                 busy += 1
             elif lease.dispatch_s <= now - CHECK_S and self._may_recall(lease):
                 leases.append(lease)

@@ -97,6 +97,7 @@ class Fleet:
         worker.session = session
         worker.frames_sent = 0
         worker.stopping = False
+        worker.health_reported = False
         worker.occupied_slots = 0
         worker.connect_s = worker.heard_s = now
         worker.pace.restart(worker.info, now)

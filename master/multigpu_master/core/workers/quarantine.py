@@ -5,13 +5,13 @@ requested, its worker is quarantined: it gets no leases. A heartbeat ends the qu
 (healthy or degraded) and no requested check is open.
 
 An engine may break because of the task or because of the device. Two observations distinguish the causes:
-- a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and for a while no
-  device is blamed for tasks of its kind and model;
+- a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and for a while
+  tasks of its kind and model make no device suspect;
 - a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
   requests a check from its worker, and each of these tasks gets another attempt. This needs another connected device
   to compare with.
-A device that reports that it is sick, for a reason of its own, is blamed for the engines that broke on it, also for
-those that made it suspect.
+A device that is not fit when an engine breaks on it is blamed for that. One that reports that it is sick, for a reason
+of its own, is also blamed for the engines that broke on it before, and for those that made it suspect.
 
 The breaker counts the devices quarantined within a window. If they are more than a share of the connected devices, it
 trips, because they probably have a common cause (a driver, a power supply, a bad release). Until an operator resets the
@@ -75,7 +75,8 @@ class Quarantine:
         own_findings = any(reason.code not in CODES_OF_ASKED_CHECKS for reason in health.reasons)
         worker.health = health
         if worker.checks_asked and not worker.check_open:
-            # A restarted worker counts its checks from 0: with the old number it would seem not to have passed them.
+            # A restarted worker reports 0 until it passes a check: with the old number it would seem not to have
+            # passed.
             worker.checks_asked = 0
             self._commands.worker_changed(worker, save=True)
         if not health.fit and own_findings:
@@ -137,7 +138,7 @@ class Quarantine:
         self.breaker.tripped_s = 0.0
         self.breaker.quarantines.clear()
         self._commands.add(ev.BreakerChanged(0.0))
-        for worker in list(self._fleet.sessions.values()):
+        for worker in [worker for worker in self._fleet.sessions.values() if worker.health_reported]:
             self._judge(worker, now)
 
     # --- sick device or poison task? ---------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.engine = event.engine
+        worker.health_reported = True
         # Also if the health is unchanged: a quarantine that was read from the journal may have to end. And once an
         # operator has reset the breaker, a sick worker that the tripped breaker kept in service must be quarantined.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
@@ -328,7 +329,7 @@ class Sessions:
                 extra.returned_lease_ids = (*extra.returned_lease_ids[1 - LEASE_IDS_KEPT :], lease.lease_id)
             if failure.returned and failure.error.type in (MAKES_ROOM, PAYLOAD_NOT_READABLE):
                 attempts.requeue_uncharged(lease, now, REQUEUE_S)
-            elif failure.returned and failure.error.type == RECALLED and lease.recalled:
+            elif failure.returned and failure.error.type == RECALLED and lease.recalled_in:
                 attempts.requeue_uncharged(lease, now, 0.0)
             elif failure.returned:
                 message = f"worker {worker.worker_id} returned the task"

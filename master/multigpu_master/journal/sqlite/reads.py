@@ -23,7 +23,7 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core.identity import REQUEST_ID_FREE
 from multigpu_master.core.usage import Used
-from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.errors import JournalClosedError, JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.ids import TIME_END_S
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord, UsageKey
@@ -97,7 +97,7 @@ class JournalReads:
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             if self._closed:
-                raise JournalError("The journal is closed.")
+                raise JournalClosedError("The journal is closed.")
             connection = self._idle.pop() if self._idle else None
         try:
             if connection is None:

@@ -100,7 +100,7 @@ class Room:
         self._transaction_records = min(max(self._watermark_bytes // PAGE_BYTES, 16), TRANSACTION_RECORDS)
         self._used_bytes = 0
         self._bytes_until_measure = 0  # how much may be written before `_used_bytes` is measured again
-        # The reserve must hold the pages that are in the log and not in the database.
+        # With the space of the reserve, the pages that are in the log alone must fit into the database.
         connections.limit_log(writer, self._watermark_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
     def batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:

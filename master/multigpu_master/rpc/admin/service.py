@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 from multigpu.v1 import task_pb2
 
@@ -13,7 +14,7 @@ from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.usage import Used
 from multigpu_master.driver import Driver
-from multigpu_master.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
+from multigpu_master.errors import CallError, ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, OutcomeFilter, StoredOutcome, UsageKey
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
@@ -125,6 +126,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         worker = self._known_worker(request.worker_id)
         if not worker.session:
             raise PreconditionError(f"worker {request.worker_id!r} is lost: its device can't be checked")
+        if not worker.health_reported:  # nor the number of the last check that it has passed
+            why = f"worker {request.worker_id!r} has just connected, and has not reported its health yet"
+            raise CallError(f"{why}; try again in a moment", grpc.StatusCode.UNAVAILABLE)
         message = await self._change_worker(request.worker_id, ev.CheckDevice(request.worker_id))
         return pb.CheckWorkerResponse(worker=message, check=worker.checks_asked)
 
