@@ -313,7 +313,8 @@ class SimWorker:
                 self.held.return_leases([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
                 self.flush()
             case ev.Desire() if (core := self._master.core) is not None:
-                asked = core.fleet.workers[self.info.worker_id].checks_asked
+                worker = core.fleet.workers.get(self.info.worker_id)
+                asked = worker.checks_asked if worker is not None else 0  # it was forgotten since
                 if asked > self.health.checks_passed:
                     life = self.life
                     self.world.after(0.3, lambda: self._check(asked) if self.life == life else None)
