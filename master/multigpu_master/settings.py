@@ -1,8 +1,8 @@
 """Settings in the journal, which survive a restart: the strategy, queue rules, workers with their cordons, the circuit
 breaker.
 
-Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON. Of a
-worker, this has a hello without models and leases: workers report those again when they reconnect.
+Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON. A
+worker's JSON has its hello without models and leases: workers report those again when they reconnect.
 """
 
 import json
@@ -126,7 +126,7 @@ def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
         _check_type(fields["quarantined"], bool),
         _check_count(fields["checks_asked"]),
         tuple(_check_text(model) for model in _check_type(fields["pinned_models"], list)),
-        _check_type(fields.get("check_at_once", False), bool),  # some journals of version 2 lack it,
+        _check_type(fields.get("check_at_once", False), bool),  # some journals of version 2 lack it
     )
 
 
