@@ -424,6 +424,18 @@ def test_ranks_are_spread_over_hosts_on_request() -> None:
     assert [lease.worker.worker_id for lease in ranks(second)] == ["a3", "b2"]
 
 
+def test_explain_says_which_workers_are_busy() -> None:
+    stage = Stage()
+    a, b = host(stage, "a", "b", slots=2)
+    busy = lease_of(stage.submit()[0]).worker
+    other = b if busy is a else a
+    stage.handle(ev.Heartbeat(other.session, [], 1 << 30, Telemetry(), occupied_slots=1))
+    (gang,) = stage.submit(spec=PAIR)
+    why = {c.worker: c.excluded_by for c in explain(stage.core, gang, stage.now).candidates}
+    assert "busy with 1 lease(s)" in why[busy]
+    assert "cancelled calls still run in 1 slot(s)" in why[other]
+
+
 def test_explain_estimates_when_a_gang_begins() -> None:
     stage = Stage()
     host(stage, "a", "b")

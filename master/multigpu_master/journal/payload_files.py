@@ -179,10 +179,10 @@ class Payloads:
 
     def _hold(self, name: str) -> SegmentHold:
         with self._lock:
-            stored = self._held.get(name)
-            if stored is None:
-                stored = self._held[name] = SegmentHold(self, name)
-            return stored
+            hold = self._held.get(name)
+            if hold is None:
+                hold = self._held[name] = SegmentHold(self, name)
+            return hold
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:

@@ -1,9 +1,8 @@
 """The journal's records, which writers append and readers return.
 
 The core keeps every unsettled task in memory; the journal keeps all that must outlive the process: unsettled tasks, the
-outcomes of settled ones, dead letters with their payloads, usage, and settings (workers, tokens and rules are some of
-them). Leases are not journaled:
-after a restart the workers report them.
+outcomes of settled ones, dead letters with their payloads, usage, and settings (such as workers, tokens and rules).
+Leases are not journaled: after a restart the workers report them.
 """
 
 import math

@@ -53,8 +53,10 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     for worker in fleet.workers.values():
         unfit = fleet.unfit(worker, shape)
         candidate = Candidate(worker, [unfit] if unfit is not None else obstacles(fleet, strategy, shape, worker))
-        if unfit is None and shape.world_size > 1 and (worker.leases or worker.occupied_slots):
+        if unfit is None and shape.world_size > 1 and worker.leases:
             candidate.excluded_by.append(f"busy with {len(worker.leases)} lease(s)")
+        elif unfit is None and shape.world_size > 1 and worker.occupied_slots:
+            candidate.excluded_by.append(f"cancelled calls still run in {worker.occupied_slots} slot(s)")
         if worker in avoided:
             candidate.excluded_by.append(
                 "the task broke an engine on this device, and waits for another device that accepts such tasks"

@@ -263,8 +263,8 @@ class JournalReads:
         return [usage.read(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _list(queues)))]
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The settled tasks with these request_ids. json_each cuts a request_id at a NUL, and no task has such a one:
-        the answer may have a task that was not asked for.
+        """The settled tasks with these request_ids. No task has a request_id with a NUL. If one is asked for, json_each
+        cuts it there, so the answer may have another task.
         """
         # In the order of cursors: if several tasks had a request_id, one after the other, the newest counts.
         sql = (
