@@ -330,17 +330,17 @@ def test_a_gang_is_not_adopted_after_a_restart_but_goes_on_from_its_checkpoint()
     assert task.ensure_extra().checkpoint == b"step 9"
 
 
-def test_a_worker_that_reconnects_with_a_rank_keeps_no_lease_that_it_has_returned() -> None:
+def test_a_worker_that_reconnects_with_a_rank_keeps_no_lease_that_it_had_lost() -> None:
     stage = Stage()
     a, _ = host(stage, "a", "b")
     (small,) = stage.submit(spec=replace(SPEC, queue="small"))
-    returned = held_lease(lease_of(small))
+    lost = held_lease(lease_of(small))
     stage.handle(ev.ConfigureQueue("small", paused=True))
-    stage.fail(lease_of(small), returned=True)
+    stage.handle(ev.Heartbeat(a.session, [], 1 << 30, Telemetry()))  # does not list it
     (gang,) = stage.submit(spec=PAIR)
     rank = next(lease for lease in ranks(gang) if lease.worker is a)
-    commands = stage.join(a.info, [held_lease(rank), returned])
-    assert revoked(commands) == {stage.sessions: [returned.lease_id]}
+    commands = stage.join(a.info, [held_lease(rank), lost])
+    assert revoked(commands) == {stage.sessions: [lost.lease_id]}
     assert [*a.leases.values()] == [rank]
     assert small.waiting
 

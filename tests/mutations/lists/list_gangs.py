@@ -239,7 +239,7 @@ GANGS = (
         "a part of a gang is adopted", "        if task.spec.world_size > 1:  # it runs", "        if False:  # it runs"
     ),
     sessions(
-        "a worker that reconnects with a rank keeps leases that it has returned",
+        "a worker that reconnects with a rank keeps leases that it had lost",
         "elif not runs_rank and self._adopt(",
         "elif self._adopt(",
     ),
