@@ -1,5 +1,6 @@
 """The processes that a script has started end with it, and with its engine."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from multigpu_worker.engines.train import launch
+
+from tests.waiting import until
 
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
@@ -81,6 +85,17 @@ def runs(pid: int) -> bool:
         return False
 
 
+def guards(folder: Path) -> list[int]:
+    """The processes that would kill the script's group (launch.py)."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = file.read_bytes().split(b"\0")
+            if os.fsencode(launch.__file__) in words and os.fsencode(folder) in words:
+                found.append(int(file.parent.name))
+    return found
+
+
 def started(folder: Path) -> list[int]:
     """The pids of what the script has started."""
     return [int(pid) for pid in (folder / "pids").read_text().split()]
@@ -101,6 +116,7 @@ def test_the_processes_of_a_script_get_time_to_end_and_are_gone_when_its_task_en
     assert output.startswith(says), output
     assert process.returncode == 0
     assert (tmp_path / "tidied").exists()
+    until(lambda: not guards(tmp_path), what="the end of the guard")
 
 
 def test_the_processes_of_a_script_are_killed_when_its_engine_dies(
@@ -110,6 +126,7 @@ def test_the_processes_of_a_script_are_killed_when_its_engine_dies(
     with engine("wait") as process:
         while not (tmp_path / "pids").exists() and time.monotonic() < end_s:
             time.sleep(0.05)
+        assert guards(tmp_path), "there is one before the script begins"
         os.killpg(process.pid, signal.SIGKILL)
     pids = started(tmp_path)
     end_s = time.monotonic() + 10

@@ -24,10 +24,9 @@ from multigpu.config.values import split_address
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.finetune.settings import BAD_INPUT, OUT_OF_MEMORY
-from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.errors import ScriptError
 from multigpu_worker.engines.train.events import Events
-from multigpu_worker.engines.train.group import ScriptGroup
+from multigpu_worker.engines.train.group import ScriptGroup, end_group
 from multigpu_worker.engines.train.hang import HangWatch, await_notice, have_places, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
 from multigpu_worker.engines.train.tuning import command_of
@@ -165,34 +164,39 @@ class Rank:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # of what is reported here
         # Else it handles the signals that end this process.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT"
-        context = elastic.start_processes(
-            name="rank",
-            entrypoint=sys.executable,
-            args={0: ("-I", launch.__file__, os.getpid(), folder, *command)},
-            envs={0: self._environment(address)},
-            logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
-        )
-        self._stdout, self._stderr = (Tail(Path(files[0]), skips=True) for files in (context.stdouts, context.stderrs))
-        group = ScriptGroup(context.pids()[0])
-        result = None
-        try:
-            group.guard()
-            while not self._reporter.cancelled(self._item):
-                result = context.wait(POLL_S, POLL_S)
-                if result is not None and (result.is_failed() or self._all_have_ended(store)):
-                    break
-                self._forward()
-                if self._watch is not None and self._watch.hangs():
-                    await_notice(store, self._place.rank, self._place.world_size)
-                    context.close(signal.SIGABRT, END_S)  # Python's faulthandler then writes its stack
-                    self._forward(last=True)
-                    self._hangs(store)
-        finally:
-            group.end(END_S)
-            context.close(signal.SIGKILL, END_S)  # which only takes its exit code
-            self._forward(last=True)
+        with ScriptGroup() as group:
+            context = elastic.start_processes(
+                name="rank",
+                entrypoint=sys.executable,
+                args={0: group.command(folder, command)},
+                envs={0: self._environment(address)},
+                logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
+            )
+            self._stdout, self._stderr = (
+                Tail(Path(files[0]), skips=True) for files in (context.stdouts, context.stderrs)
+            )
+            try:
+                result = self._follow(context, store)
+            finally:
+                end_group(context.pids()[0], END_S)
+                context.close(signal.SIGKILL, END_S)  # which only takes its exit code
+                self._forward(last=True)
         if result is not None and result.is_failed():
             self._failed(result.failures[0])
+
+    def _follow(self, context: Any, store: Any) -> Any:
+        """Until the script has ended. Returns torch's result; None: the task was cancelled."""
+        while not self._reporter.cancelled(self._item):
+            result = context.wait(POLL_S, POLL_S)
+            if result is not None and (result.is_failed() or self._all_have_ended(store)):
+                return result
+            self._forward()
+            if self._watch is not None and self._watch.hangs():
+                await_notice(store, self._place.rank, self._place.world_size)
+                context.close(signal.SIGABRT, END_S)  # Python's faulthandler then writes its stack
+                self._forward(last=True)
+                self._hangs(store)
+        return None
 
     def _all_have_ended(self, store: Any) -> bool:
         """Whether this rank's engine may end, as its script has: that of rank 0 has the store, which the others use."""

@@ -1,49 +1,44 @@
 """The processes of a training script, which are one process group: all end with the script, and with its engine.
 
-torch.distributed.elastic signals the group only while the script itself runs. The kernel kills the script when its
-engine dies, but not what the script has started: this file, as a program, does that.
-
-    python group.py ENGINE_PID GROUP
+torch.distributed.elastic signals the group only while the script itself runs.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Self
 
-_PR_SET_PDEATHSIG = 1
+from multigpu_worker.engines.train import launch
+
 _POLL_S = 0.02
 
 
 class ScriptGroup:
-    def __init__(self, leader_pid: int) -> None:
-        self._leader_pid = leader_pid
-        self._guard: subprocess.Popen[bytes] | None = None
+    """A context. What runs of the group when it ends, or this process dies, is killed by the guard of launch.py."""
 
-    def guard(self) -> None:
-        """Have the group killed if this process dies before `end`.
+    def __enter__(self) -> Self:
+        # The guard reads it until the other end is closed.
+        self._pipe = os.pipe()
+        return self
 
-        For the kernel, the calling thread is the guard's parent: it must live until then.
-        """
-        command = [sys.executable, "-I", __file__, str(os.getpid()), str(self._leader_pid)]
-        # In a session of its own, as the agent kills the process group of an engine.
-        null = subprocess.DEVNULL
-        self._guard = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    def __exit__(self, *_: object) -> None:
+        for end in self._pipe:
+            os.close(end)
 
-    def end(self, wait_s: float) -> None:
-        """End what still runs: by SIGTERM, and by SIGKILL after `wait_s`."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            _kill(self._leader_pid, number)
-            end_s = time.monotonic() + wait_s
-            while _runs(self._leader_pid) and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
-        if self._guard is not None:
-            self._guard.kill()
-            self._guard.wait()
+    def command(self, folder: Path, command: list[str]) -> tuple[str, ...]:
+        """Arguments of a Python interpreter: it runs the command in the folder, as leader of a group."""
+        return "-I", launch.__file__, str(os.getpid()), str(self._pipe[0]), str(folder), *command
+
+
+def end_group(group: int, wait_s: float) -> None:
+    """End what still runs: by SIGTERM, and by SIGKILL after `wait_s`."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        _kill(group, number)
+        end_s = time.monotonic() + wait_s
+        while _runs(group) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
 
 
 def _kill(group: int, number: signal.Signals) -> None:
@@ -63,18 +58,3 @@ def _runs(group: int) -> bool:
             if int(its_group) == group and state not in "ZX":
                 return True
     return False
-
-
-def _guard(engine_pid: int, group: int) -> None:
-    # SIGTERM may go to all processes of a host that stops, where a script is to have its time.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
-    if os.getppid() == engine_pid:  # else it died before the call
-        signal.sigwait({signal.SIGUSR1})
-    _kill(group, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    _guard(*map(int, sys.argv[1:]))
