@@ -24,7 +24,6 @@ from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import journal as journal_sqlite
-from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
@@ -40,7 +39,7 @@ _LARGE_SHARE = 0.02
 
 def shrink() -> None:
     """Reduces sizes and delays in this process."""
-    vars(journal_segments)["SEGMENT_BYTES"] = 1 << 20
+    vars(journal_sqlite)["SEGMENTS_IN_RESERVE"] = 16  # so that a segment has 1 MiB
     vars(connections)["WAL_PAGES"] = 24
     vars(connections)["WAL_KEEP_BYTES"] = 1 << 20
     vars(journal_sqlite)["RETRY_S"] = 0.02

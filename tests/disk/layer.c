@@ -410,18 +410,6 @@ int truncate64(const char *path, off_t size) { return truncate(path, size); }
 int fallocate(int fd, int mode, off_t offset, off_t size) {
     struct tracked *file = tracked(fd);
     if (!file) return REAL(fallocate)(fd, mode, offset, size);
-    if (mode == (FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE)) {
-        /* As if zeros were written, of which any part may be there after a cut; and the room is free again. */
-        static const char zeros[1 << 16];
-        for (off_t done = 0; done < size;) {
-            size_t part = size - done < (off_t)sizeof zeros ? (size_t)(size - done) : sizeof zeros;
-            ssize_t wrote = write_ours(fd, zeros, part, offset + done, 1);
-            if (wrote < 0) return -1;
-            done += wrote;
-        }
-        if (!witness && control->room_bytes >= 0 && strstr(file->path, control->match)) control->room_bytes += size;
-        return 0;
-    }
     if (mode) give_up("fallocate with another mode", file->path);
     struct stat status;
     if (fstat(fd, &status)) abort();

@@ -90,9 +90,18 @@ def test_no_master_starts_from_a_backup_that_was_broken_off(tmp_path: Path, monk
 
 def test_a_backup_says_which_limit_of_files_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_large(tmp_path / "data")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
-    with pytest.raises(JournalError, match=r"1 segments to be held open.* limit of open files is 50.* to 65 or more"):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 60))
+    with pytest.raises(JournalError, match=r"takes 65 descriptors, and this process may have 60\..*ulimit -Hn"):
         backup(tmp_path / "data", tmp_path / "copy")
+
+
+def test_a_backup_raises_its_own_limit_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_large(tmp_path / "data")
+    raised = list[object]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 70))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    assert backup(tmp_path / "data", tmp_path / "copy") == []
+    assert raised == [(65, 70)]
 
 
 def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: Path) -> None:

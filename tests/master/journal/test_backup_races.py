@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,16 +10,14 @@ from typing import Any
 
 import pytest
 from multigpu._transport.payloads import SEGMENT_BYTES, Reference, Writer
-from multigpu_master.errors import JournalError, JournalFullError
+from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite import journal as journal_sqlite
-from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import sweep as journal_sweep
 from multigpu_master.journal.sqlite.backup import backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.sqlite.room import Room
-from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 from tests.master.journal.journals import commit, dead, opened, settle, submit
 from tests.master.journal.test_shared_payloads import MIB
@@ -33,7 +30,7 @@ from tests.waiting import until
 @pytest.fixture(autouse=True)
 def quick_to_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small segments of the journal's own, deleted at once."""
-    monkeypatch.setattr(journal_segments, "SEGMENT_BYTES", 2 * LARGE_BYTES)
+    monkeypatch.setattr(journal_sqlite, "SEGMENTS_IN_RESERVE", (16 << 20) // (2 * LARGE_BYTES))
     monkeypatch.setattr(journal_sqlite, "SWEEP_AFTER_S", 0.0)
     monkeypatch.setattr(journal_sqlite, "TICK_S", 0.005)
     monkeypatch.setattr(journal_sweep, "_PERIOD_S", 0.05)
@@ -148,49 +145,6 @@ def test_a_shared_segment_that_is_written_anew_is_copied_as_it_was(
         assert renamed == [False]
         assert payloads_of(tmp_path / "copy") == {1: b"1" * (SEGMENT_BYTES - MIB)}
         assert it.payloads._delete_unused(name), "the backup has let go of it"
-
-
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """From now on the disk is full, and sweepers punch holes. The list gets an item for each step of that."""
-    steps = list[None]()
-    original = Segments.punch_next
-
-    def counted(segments: Segments, writer: sqlite3.Connection) -> bool:
-        punched = original(segments, writer)
-        steps.append(None)
-        return punched
-
-    def reject(*_: object) -> None:
-        raise JournalFullError("The disk is full.")
-
-    monkeypatch.setattr(journal_sweep, "_PERIOD_S", 60.0)  # a step takes long during a backup's transaction
-    monkeypatch.setattr(Segments, "punch_next", counted)
-    monkeypatch.setattr(Room, "is_short", lambda _: True)
-    monkeypatch.setattr(Room, "require_room_for_submits", reject)
-    return steps
-
-
-@pytest.mark.parametrize("step", ["_pin", "copy_file"])
-def test_payloads_of_tasks_that_end_on_a_full_disk_while_it_is_copied_are_in_the_copy(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The master punches a hole where an ended task had its payload; another task keeps the segment."""
-    payloads = {i: data_of(i, LARGE_BYTES) for i in (1, 2)}
-    with opened(tmp_path / "data") as (journal, commits):
-        commit(journal, commits, Entry(submits=[submit(i, data) for i, data in payloads.items()]))
-        (segment,) = (tmp_path / "data" / "segments").iterdir()
-        whole_blocks = segment.stat().st_blocks
-        steps = fill_disk(monkeypatch)
-
-        def end() -> None:
-            commit(journal, commits, Entry(settles=[settle(1)]))
-            enough = len(steps) + 3  # the first may have begun before the task ended
-            until(lambda: len(steps) >= enough)
-
-        before_each(monkeypatch, step, end)
-        assert backup(tmp_path / "data", tmp_path / "copy") == []
-        assert payloads_of(tmp_path / "copy") == payloads
-        until(lambda: segment.stat().st_blocks < whole_blocks)  # the backup has released its locks
 
 
 class Busy:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import Entry
-from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.journal.sqlite.specs import INLINE_BYTES_MAX
 
 from tests.master.journal.journals import DEAD_LETTERED, SUCCEEDED, settle, submit
@@ -142,12 +142,12 @@ def test_the_directory_stays_bounded_under_churn(tmp_path: Path) -> None:
 def test_segments_without_references_are_deleted(tmp_path: Path) -> None:
     payload = bytes(8 << 20)
     with opened(tmp_path / "data") as it:
-        count = 2 * SEGMENT_BYTES // len(payload) + 1
+        count = 5  # each in a segment of its own
         for i in range(1, count + 1):
             it.write(Entry(submits=[submit(i, payload)]))
         assert it.journal.size_bytes() > count * len(payload)
         it.write(Entry(settles=[settle(i) for i in range(1, count)]))
-        until(lambda: it.journal.size_bytes() < 2 * SEGMENT_BYTES)
+        until(lambda: it.journal.size_bytes() < 2 * len(payload))
         it.write(Entry(settles=[settle(count)]))
         time.sleep(0.2)  # nothing refers to the open segment now, but it is still written to
         it.write(Entry(submits=[submit(count + 1, payload)]))

@@ -211,6 +211,21 @@ def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path) -> No
         assert [answered(commits, entry) for entry in entries] == ["committed"] * 60
 
 
+@pytest.mark.usefixtures("sweeping")
+def test_a_disk_that_queued_tasks_fill_empties_as_they_end(small_disk: Path) -> None:
+    """Also if a result is as large as its payload."""
+    with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
+        tasks = 0
+        while journal.writable:
+            tasks += 1
+            journal.append(entry := Entry(submits=[submit(tasks, os.urandom(LARGE_BYTES))]))
+            answered(commits, entry)
+        fill(small_disk)
+        entries = [Entry(settles=[settle(i, os.urandom(LARGE_BYTES))]) for i in range(1, tasks)]
+        journal.append(*entries)
+        assert {answered(commits, entry) for entry in entries} == {"committed"}
+
+
 def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     with opened(small_disk / "data") as (journal, commits):
@@ -304,7 +319,7 @@ def no_descriptor() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sweeping")
 def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
-    with opened(tmp_path / "data") as (journal, commits):  # an old segment, whose unused space is given back
+    with opened(tmp_path / "data") as (journal, commits):  # an old segment, which may be checked
         commit(journal, commits, Entry(submits=[submit(9, bytes(LARGE_BYTES))]))
     with opened(tmp_path / "data") as (journal, commits):
         with no_descriptor():

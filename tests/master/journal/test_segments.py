@@ -10,13 +10,13 @@ import pytest
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import schema, segments
-from multigpu_master.journal.sqlite.segments import LARGE_BYTES, LIMIT_SHARE, Segments
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Segments]:
     """Each of these segments is closed once it has a payload."""
-    made = Segments(tmp_path, Payloads(tmp_path, lambda _name: False), LARGE_BYTES * LIMIT_SHARE)
+    made = Segments(tmp_path, Payloads(tmp_path, lambda _name: False), LARGE_BYTES)
     yield made
     made.close()
 
@@ -46,16 +46,6 @@ def test_a_segment_is_deleted_though_the_next_one_could_not_be_made(
     while own.delete_unused(writer):
         pass
     assert list((tmp_path / segments.DIRECTORY_NAME).iterdir()) == []
-
-
-def test_a_segment_that_somebody_deleted_has_no_hole_punched(
-    own: Segments, writer: sqlite3.Connection, tmp_path: Path
-) -> None:
-    own.put_payload(bytes(LARGE_BYTES))
-    own.flush()
-    for path in (tmp_path / segments.DIRECTORY_NAME).iterdir():
-        path.unlink()
-    assert not own.punch_next(writer)
 
 
 def test_a_time_that_could_not_be_written_is_not_saved() -> None:

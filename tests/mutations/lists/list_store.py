@@ -117,20 +117,13 @@ STORE = (
         module="multigpu_master.wire.payloads",
     ),
     segments("a damaged result is delivered as a value", "if zlib.crc32(data) != crc:"),
-    segments("P1: payloads of queued tasks are lost", "if used:\n            return False\n        (self", "(self"),
+    segments("P1: payloads of queued tasks are lost", "if not used:", "if True:"),
     store("P9: a cursor is given out twice", "cursor < ?5", "?5 > 0", module="multigpu_master.journal.sqlite.sweep"),
     store(
         "whether a result is expired depends on when it is swept",
         "            expire_time_s <= self._retention.now_without_downtime_s(outcome.cursor)\n",
         "            not self._retention.now_without_downtime_s(outcome.cursor)\n",
         module="multigpu_master.journal.sqlite.reads",
-    ),
-    store(
-        "a backup on a full disk lacks payloads of tasks that end meanwhile",
-        "            if not _try_lock(fd):\n",
-        module="multigpu_master.journal.sqlite.segments",
-        checker="master/journal/test_backup_races.py::"
-        "test_payloads_of_tasks_that_end_on_a_full_disk_while_it_is_copied_are_in_the_copy",
     ),
     store(
         "salvage keeps an outcome with which no master starts",

@@ -2,12 +2,11 @@
 
 A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
 segments to which its rows refer. During the copy the master may delete segments, because tasks end. So all segments are
-opened first, and can be read after their names are gone. Shared locks keep the master from punching holes into the
-journal's own segments, and from reusing segments with shared payloads.
+opened first, and can be read after their names are gone. Shared locks keep the master from reusing segments with shared
+payloads.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import resource
@@ -78,8 +77,7 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
     source = connections.connect_reader(data_dir / DATABASE_NAME)
     with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
-        with _no_holes_punched(data_dir):
-            held = _hold(source, data_dir)
+        held = _hold(source, data_dir)
         source.backup(copy)  # in the transaction that _hold began: its rows refer to `held`
         schema.clear_open_flag(copy)
     for name in sorted(held):
@@ -100,31 +98,13 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     return lost
 
 
-@contextlib.contextmanager
-def _no_holes_punched(data_dir: Path) -> Iterator[None]:
-    """Within this block the master punches no holes. Otherwise it could punch one after a transaction began, before the
-    segments to which the transaction's rows refer are locked.
-    """
-    fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most while the master punches a hole
-        yield
-    finally:
-        os.close(fd)
-
-
 def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
-    """Begins a transaction, and opens and locks the segments to which its rows refer, except those lost before."""
+    """Begins a transaction, and opens the segments to which its rows refer, except those lost before."""
     gone: set[str] = set()
     for _ in range(_TRIES):
         source.execute("BEGIN")
         wanted = {_segment_path(name) for (name,) in source.execute(_SEGMENTS)} - {""}
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit < len(wanted) + _DESCRIPTORS:
-            raise JournalError(
-                f"{data_dir} has {len(wanted)} segments to be held open, and the limit of open files is {limit}. Raise "
-                f"it (ulimit -n) to {len(wanted) + _DESCRIPTORS} or more, or stop the master and copy the directory."
-            )
+        _allow_descriptors(len(wanted) + _DESCRIPTORS)
         held: dict[str, Segment] = {}
         for name in wanted:
             with contextlib.suppress(FileNotFoundError):
@@ -142,14 +122,22 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
     )
 
 
+def _allow_descriptors(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if count > hard:
+        raise JournalError(
+            f"The journal's segments are all held open, which takes {count} descriptors, and this process may have "
+            f"{hard}. Raise that limit (ulimit -Hn), or stop the master and copy the directory."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
+
+
 def _pin(path: Path) -> Segment:
-    """Opens a segment, so that it can be read after its name is gone, and locks it against holes and reuse. Raises
-    FileNotFoundError if the segment is gone.
+    """Opens a segment, so that it can be read after its name is gone, and locks it against reuse if it has shared
+    payloads. Raises FileNotFoundError if the segment is gone.
     """
     if path.parent.name != payloads.DIRECTORY_NAME:
-        segment = Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        fcntl.flock(segment.fd, fcntl.LOCK_SH)
-        return segment
+        return Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     segment = Directory(path.parent, b"").pin(path.name)
     if path.stat().st_ino != os.fstat(segment.fd).st_ino:
         raise FileNotFoundError("the segment was given another name before it was locked")

@@ -26,7 +26,7 @@ from multigpu_master.ids import Incarnation
 from multigpu_master.journal.protocol import CommitCallback, Entry, Recovered
 from multigpu_master.journal.sqlite import connections, directory, failures, room, schema
 from multigpu_master.journal.sqlite.reads import JournalReads
-from multigpu_master.journal.sqlite.room import Reserve, Room, content_bytes, is_small_or_frees
+from multigpu_master.journal.sqlite.room import SEGMENTS_IN_RESERVE, Reserve, Room, content_bytes, is_small_or_frees
 from multigpu_master.journal.sqlite.segments import Segments
 from multigpu_master.journal.sqlite.statements import transaction
 from multigpu_master.journal.sqlite.sweep import Sweeper
@@ -130,7 +130,7 @@ class SqliteJournal(JournalReads):
             opened.callback(connections.close_keeping_log, self._path, writer)
             opened.callback(self.payloads.close)
             self.payloads.open()
-            self._segments = Segments(self._data_dir, self.payloads, self._size_max_bytes)
+            self._segments = Segments(self._data_dir, self.payloads, self._reserve.wanted_bytes // SEGMENTS_IN_RESERVE)
             opened.callback(self._segments.close)
             opened.callback(self._close_idle_readers)
             self._room = Room(self._path, self._writer, self._segments, self._reserve, self._size_max_bytes)
@@ -266,8 +266,8 @@ class SqliteJournal(JournalReads):
     def _write_one_by_one(self) -> bool:
         """Writes waiting entries with the space of the reserve. An entry without space waits, and so do later ones of
         the same sequence: one is of outcomes that are not small cancellations, one of settings. Other entries that are
-        small or free space (room.is_small_or_frees) overtake it. Each outcome makes room for the next outcome, because
-        it deletes its task. Returns whether any were written.
+        small or free space (room.is_small_or_frees) overtake it. Outcomes make room for the next ones, because they
+        delete their tasks. Returns whether any were written.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():
@@ -279,7 +279,7 @@ class SqliteJournal(JournalReads):
                 if sequence not in waits and self._call_or_roll_back(partial(self._write_one, entry)):
                     written = True
                     self._pending.popleft()
-                    self._segments.punch_next(self._writer)
+                    self._segments.delete_unused(self._writer)
                 else:
                     waits |= {sequence} - {""}
                     self._pending.rotate(-1)

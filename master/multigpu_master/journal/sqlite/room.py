@@ -26,6 +26,8 @@ from multigpu_master.journal.sqlite.segments import Segments
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records
 SMALL_BODY_BYTES = 4 << 10  # on a full disk, a cancellation's outcome up to this size may overtake waiting entries
 NAME = "reserve"
+# A segment of payloads is as large as what outcomes may take of the reserve: see require_room_for_outcome.
+SEGMENTS_IN_RESERVE = 2
 _SHARE = 16
 _SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20
 

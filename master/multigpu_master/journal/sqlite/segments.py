@@ -1,21 +1,15 @@
-"""Large payloads and bodies, beside the database: appended to files, to which its rows refer. A file is closed once it
-has 64 MiB.
+"""Large payloads and bodies, beside the database: appended to files, to which its rows refer.
 
 SQLite would write each byte twice, to its log and to the database: for tasks with 1 MiB in and out, files take a fifth
 of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC; and for a
 body with a large result, the size of what precedes the result), or to a shared segment, whose name has a dash
 (journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without references
-are deleted. Payloads and bodies have separate segments, because they are deleted at different times.
-
-On a full disk, holes are punched into segments where no row refers to them, unless a backup holds a shared lock: on the
-data directory while it selects segments, then on each segment until it has copied it.
+are deleted. Payloads and bodies have separate segments, because they are deleted at different times. Segments are small
+beside the reserve (room.py): on a full disk, tasks that end with its space free the segments of their payloads.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 
-import bisect
-import ctypes
-import fcntl
 import os
 import re
 import sqlite3
@@ -24,18 +18,14 @@ import zlib
 from collections.abc import Sized
 from pathlib import Path
 
-from multigpu._transport.payloads import Reference, is_transient, read_file
+from multigpu._transport.payloads import Reference, read_file
 
 from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
 from multigpu_master.journal.protocol import LargeBody, head_without_result
 from multigpu_master.journal.sqlite.files import sync_directory
 
 LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
-SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
-LIMIT_SHARE = 16  # a segment is closed at the journal's size limit divided by this, if that is less
-PUNCH_CHECKS_MAX = 64  # segments that one step checks for unused space
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
-_PAGE_BYTES = 4096
+CHECKS_MAX = 256  # segments that one step checks for references
 _REFERENCE = re.compile("[0-9a-f]{8}:[0-9a-f]{1,15}:[0-9a-f]{1,15}:[0-9a-f]{8}(:[0-9a-f]{1,15})?")
 DIRECTORY_NAME = "segments"
 
@@ -128,14 +118,12 @@ class _Appender:
 
 
 class Segments:
-    """Writes and deletes segments, on the journal's thread."""
+    """Writes and deletes segments, on the journal's thread. A segment that has `segment_bytes` or more is closed."""
 
-    def __init__(self, data_dir: Path, shared: Payloads, size_max_bytes: int) -> None:
+    def __init__(self, data_dir: Path, shared: Payloads, segment_bytes: int) -> None:
         self._shared = shared
-        self._segment_bytes = min(SEGMENT_BYTES, size_max_bytes // LIMIT_SHARE)
+        self._segment_bytes = segment_bytes
         self._referred: list[Reference] = []  # to be synced by the next `flush`
-        # Locked while holes are punched. Kept open: at that time the process may have no descriptor left.
-        self._data_dir_fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
         sync_directory(data_dir)
@@ -144,7 +132,7 @@ class Segments:
         self._sizes = {int(path.name, 16): path.stat().st_size for path in segments}  # by number, ascending
         self._last_number = max(self._sizes, default=0)
         self._payloads, self._bodies = _Appender(), _Appender()
-        self._next_checked = self._next_punched = 0
+        self._unchecked: list[int] = []  # the numbers that `delete_unused` checks next, the lowest last
 
     @property
     def size_bytes(self) -> int:
@@ -242,88 +230,23 @@ class Segments:
         self._sizes[appender.number] = appender.end
 
     def delete_unused(self, writer: sqlite3.Connection) -> bool:
-        """Checks one closed segment, and deletes it if no row refers to it. Returns whether it deleted the segment."""
-        open_numbers = self._payloads.number, self._bodies.number
-        number = next((n for n in self._from(self._next_checked) if n not in open_numbers), None)
-        if number is None:
-            return False
-        self._next_checked = number + 1
-        ((used,),) = writer.execute(IN_USE, bounds(f"{number:08x}")).fetchall()
-        if used:
-            return False
-        (self._directory / f"{number:08x}").unlink(missing_ok=True)  # somebody may have deleted it
-        del self._sizes[number]
-        return True
-
-    def punch_next(self, writer: sqlite3.Connection) -> bool:
-        """Checks up to PUNCH_CHECKS_MAX segments, until it has given the unused space of one back to the file system.
-        Returns False if none had any, or a backup selects segments now. Nothing must be waiting for `flush`.
+        """Checks closed segments, in turn, until it has deleted one to which no row refers, at most CHECKS_MAX. Returns
+        whether it deleted one.
         """
-        if not _try_lock(self._data_dir_fd):
-            return False
-        try:
-            for number in self._from(self._next_punched)[:PUNCH_CHECKS_MAX]:
-                self._next_punched = number + 1
-                if self._punch(number, writer):
-                    return True
-            return False
-        finally:
-            fcntl.flock(self._data_dir_fd, fcntl.LOCK_UN)
-
-    def _from(self, first: int) -> list[int]:
-        """Returns all segments' numbers in ascending order from `first` on, then those below `first`."""
-        numbers = list(self._sizes)
-        at = bisect.bisect_left(numbers, first)
-        return [*numbers[at:], *numbers[:at]]
-
-    def _punch(self, number: int, writer: sqlite3.Connection) -> bool:
-        path = self._directory / f"{number:08x}"
-        rows = writer.execute(_REFERENCES, bounds(f"{number:08x}")).fetchall()
-        if not all(_REFERENCE.fullmatch(reference) for (reference,) in rows):
-            return False  # a row is damaged: the bytes to which it refers are not known
-        places = [reference.split(":") for (reference,) in rows]
-        used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, *_ in places)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # somebody may have deleted it
-            return False
-        except OSError as error:
-            if not is_transient(error):  # such as a lack of descriptors
-                raise
-            return False
-        try:
-            if not _try_lock(fd):
-                return False  # a backup copies it, and may need bytes to which no row refers any more
-            before = os.fstat(fd).st_blocks
-            begin = 0
-            for offset, size in [*used, (os.fstat(fd).st_size, 0)]:
-                _punch(fd, begin, offset)
-                begin = offset + size
-            return os.fstat(fd).st_blocks < before
-        finally:
-            os.close(fd)
+        self._unchecked = self._unchecked or [*reversed(self._sizes)]
+        for _ in range(min(CHECKS_MAX, len(self._unchecked))):
+            number = self._unchecked.pop()
+            if number in (self._payloads.number, self._bodies.number):
+                continue
+            ((used,),) = writer.execute(IN_USE, bounds(f"{number:08x}")).fetchall()
+            if not used:
+                (self._directory / f"{number:08x}").unlink(missing_ok=True)  # somebody may have deleted it
+                del self._sizes[number]
+                return True
+        return False
 
     def close(self) -> None:
         for appender in (self._payloads, self._bodies):
             if appender.fd >= 0:
                 os.close(appender.fd)
                 appender.fd = -1
-        os.close(self._data_dir_fd)
-
-
-def _try_lock(fd: int) -> bool:
-    """Locks a file or directory exclusively, unless another process has a lock on it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _punch(fd: int, begin: int, end: int) -> None:
-    """Gives the whole pages between two offsets back to the file system, if it supports that. They read as zeros."""
-    begin, end = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
-    if begin >= end:
-        return
-    fallocate = ctypes.CDLL(None).fallocate64
-    fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))

@@ -101,7 +101,6 @@ class Sweeper:
             or self._sweep_specs()
             or self._sweep_usage()
             or self._segments.delete_unused(self._writer)
-            or (disk_full and self._segments.punch_next(self._writer))
             or self._cut_file(disk_full)
         )
 
