@@ -7,11 +7,12 @@ from random import Random
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.model import OutcomeState, Shape, Task
 from multigpu_master.core.placement import explain as explaining
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import DUE_MAX, SWEEP_MIN, Expiries, TimeLimit
+from multigpu_master.core.workers.fleet import SHAPES_MAX
 from multigpu_master.core.workers.sessions import MAKES_ROOM, REQUEUE_S
 
 from tests.core.stage import FAILED, SPEC, Stage, lease_of, leased, state_of
@@ -139,6 +140,16 @@ def test_a_task_that_ends_in_its_pause_does_not_stay_in_memory_until_the_pause_w
     del task
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, Task) and each.task_id == task_id]
+
+
+def test_what_is_kept_for_each_shape_of_tasks_is_bounded() -> None:
+    stage = Stage()
+    stage.worker()
+    fleet = stage.core.fleet
+    for memory_bytes in range(4 * SHAPES_MAX):
+        fleet.resident_workers(Shape("run", "", (), memory_bytes))
+    assert len(fleet._eligible) <= SHAPES_MAX + 1
+    assert len(fleet._resident) <= SHAPES_MAX + 1
 
 
 def test_a_task_that_is_returned_without_end_has_one_expiry_for_its_run_timeout() -> None:

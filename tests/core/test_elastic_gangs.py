@@ -1,5 +1,6 @@
 """Elastic gangs: they begin with the workers that are idle, and grow at a checkpoint."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,37 @@ def test_an_elastic_gang_grows_at_a_checkpoint_uncharged() -> None:
     largest = lease_of(gang)
     save(stage, largest)
     assert lease_of(gang) is largest, "it has all that it may"
+
+
+def test_a_gang_grows_also_if_its_checkpoint_comes_with_a_partial_output() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=ELASTIC)
+    first = lease_of(gang)
+    host(stage, "c")
+    stage.handle(ev.Partials(first.worker.session, [ev.PartialOutput(first.lease_id, 0, b"0.5", "", b"step 5")]))
+    assert len(ranks(gang)) == 3
+    assert gang.extra is not None
+    assert gang.extra.checkpoint == b"step 5"
+
+
+@pytest.mark.parametrize("leave", [lambda name, now: ev.Drain(name, now + 3600), lambda name, _: ev.Cordon(name, "")])
+def test_a_gang_is_interrupted_only_if_it_begins_again_with_more_workers(
+    leave: Callable[[str, float], ev.Drain | ev.Cordon],
+) -> None:
+    """It was interrupted long before the deadline of a drain, and waited for workers."""
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=ELASTIC)
+    first = lease_of(gang)
+    for name in "ab":
+        stage.handle(leave(name, stage.now))
+    host(stage, "c", "d")
+    save(stage, first)
+    assert lease_of(gang) is first, "it would have two workers again"
+    host(stage, "e")
+    save(stage, first)
+    assert {lease.worker.worker_id for lease in ranks(gang)} == {"c", "d", "e"}
 
 
 def test_a_gang_of_a_paused_queue_does_not_grow() -> None:

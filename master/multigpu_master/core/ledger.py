@@ -37,7 +37,7 @@ RUN_GRACE_S = 10.0
 # A timer that fires this late shows that the master was suspended: it first reads what workers have sent meanwhile.
 TIMER_LATE_S = 1.0
 # The reason for revoking the other leases of a gang once one of them has ended without success.
-RANK_ENDED = "the attempt has ended: the lease of rank {rank} ended without success"
+RANK_ENDED = "the attempt has ended: the lease of rank {rank} was revoked, or ended without success"
 # Assumed size of the objects of a settled task, without the result, the payload and the partial outputs.
 OBJECTS_BYTES = 512
 

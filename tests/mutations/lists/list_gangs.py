@@ -81,7 +81,16 @@ GANGS = (
         "if _is_idle(worker, shape))",
         checker="pytest",
     ),
-    gangs("a gang begins again though no worker is idle", "if any(_is_idle(", "if True or any(_is_idle("),
+    gangs(
+        "a gang begins again though it has no more workers",
+        "len(_free_devices(able, shape, own)) > len(gang.leases)",
+        "True",
+    ),
+    gangs(
+        "a gang is interrupted to grow though its own workers are drained",
+        "able = self._able(strategy, shape, own, own)",
+        "able = self._able(strategy, shape, own, own) + [w for w in own if not w.accepting]",
+    ),
     gangs(
         "a gang begins again though a rank has ended", "gang is None or gang.succeeded or len", "gang is None or len"
     ),
@@ -97,7 +106,9 @@ GANGS = (
     ),
     gangs("ranks are never spread", "if shape.spread_ranks:", "if False:"),
     gangs("NVLink does not matter", "for place in (host, group):", "for place in (host,):"),
-    gangs("an elastic gang grows by a worker of its device", "if worker.device_key not in devices]", "]"),
+    gangs(
+        "an elastic gang grows by a worker of its device", "return one_per_device(worker for", "return list(worker for"
+    ),
     gangs(
         "an elastic gang never grows",
         "            self._attempts.interrupt(lease, TO_GROW, now)",

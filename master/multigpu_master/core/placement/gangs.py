@@ -9,8 +9,8 @@ may reserve workers, and other tasks run. The next reservation for this gang las
 run for longer than RESERVED_S cannot keep it from beginning for ever.
 
 A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size; a
-reservation is of world_size_min workers. When a smaller gang has saved a checkpoint and another worker is idle, the
-attempt is interrupted, uncharged, and begins again with more workers; only the work since the checkpoint is lost.
+reservation is of world_size_min workers. When a gang with fewer than world_size workers has saved a checkpoint and
+could begin again with more workers, the attempt is interrupted, uncharged; only the work since the checkpoint is lost.
 
 Back-fill: while a reserved worker has a lease from before the reservation, the other reserved workers may get new
 leases, as many as they have slots. The longest of these bounds the gang's delay.
@@ -88,7 +88,7 @@ class Gangs:
         able = self._able(backlog.strategy, shape, mine, own)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = one_per_device(worker for worker in able if worker in own or _is_idle(worker, shape))
+        idle = _free_devices(able, shape, own)
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
@@ -117,7 +117,7 @@ class Gangs:
         ]
 
     def checkpoint_saved(self, lease: Lease, now: float) -> None:
-        """Call when rank 0 has saved a checkpoint. Interrupts the attempt if idle workers can make the gang larger."""
+        """Call when rank 0 has saved a checkpoint. Interrupts the attempt if it can begin again with more workers."""
         task, gang = lease.task, lease.gang
         if gang is None or gang.succeeded or len(gang.leases) == task.spec.world_size:
             return
@@ -126,9 +126,9 @@ class Gangs:
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
         own = {rank.worker: None for rank in gang.leases}
-        devices = {worker.device_key for worker in own}
-        able = [worker for worker in self._able(strategy, shape) if worker.device_key not in devices]
-        if any(_is_idle(worker, shape) for worker in able) and not self._waits_for(task, own):
+        # It could not use those of its workers that are drained or cordoned.
+        able = self._able(strategy, shape, own, own)
+        if len(_free_devices(able, shape, own)) > len(gang.leases) and not self._waits_for(task, own):
             self._growing = task.task_id, now, own
             self._attempts.interrupt(lease, TO_GROW, now)
 
@@ -201,6 +201,11 @@ class Gangs:
 
 def _is_idle(worker: Worker, shape: Shape) -> bool:
     return not (worker.leases or worker.occupied_slots) and free_if_short(worker, shape) is None
+
+
+def _free_devices(workers: Iterable[Worker], shape: Shape, own: Container[Worker]) -> list[Worker]:
+    """For each device one of the workers that are idle, or in `own`."""
+    return one_per_device(worker for worker in workers if worker in own or _is_idle(worker, shape))
 
 
 def one_per_device(workers: Iterable[Worker]) -> list[Worker]:

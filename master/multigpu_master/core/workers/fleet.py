@@ -197,6 +197,7 @@ class Fleet:
             if len(self._eligible) > SHAPES_MAX:
                 self._eligible.clear()
                 self._groups.clear()
+                self._resident.clear()
             found = {w: None for w in self.workers.values() if self.unfit(w, shape) is None}
             found = self._eligible[shape] = self._groups.setdefault(tuple(found), found)
         return found

@@ -203,8 +203,11 @@ class Sessions:
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
             for lease in reversed(gone):  # the youngest first: so put_back() passes few older tasks
                 self._attempts.revoke_uncharged(lease, f"worker {worker.worker_id} lost the lease", now)
-        for lease in saved:
-            if lease.task.lease is lease:
+        self._checkpoints_saved(saved, now)
+
+    def _checkpoints_saved(self, leases: Iterable[Lease], now: float) -> None:
+        for lease in leases:
+            if lease.task.lease is lease:  # an earlier one has not ended it
                 self._gangs.checkpoint_saved(lease, now)
 
     def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
@@ -348,6 +351,7 @@ class Sessions:
             return
         worker.heard_s = now
         fresh: dict[Task, ev.ForwardPartials] = {}
+        saved = list[Lease]()
         for partial in event.partials:
             lease = worker.leases.get(partial.lease_id)
             if lease is None or lease.rank:  # of a gang, rank 0 alone has outputs and checkpoints
@@ -369,11 +373,13 @@ class Sessions:
             self._ledger.add_partial(task, partial.data, partial.content_type, size)
             if partial.checkpoint:
                 self._ledger.keep_checkpoint(task, partial.checkpoint)
+                saved.append(lease)
             if task.streams:
                 forward = fresh.setdefault(task, ev.ForwardPartials(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
         for forward in fresh.values():
             self._commands.add(forward)
+        self._checkpoints_saved(saved, now)
 
     def _no_room(self, task: Task, size: int) -> TaskError | None:
         """Returns why a partial output of this size exceeds a limit; None if it does not."""
