@@ -255,8 +255,8 @@ class WriteBuffer:
         settles = {task.task_id: pending.entry for pending in lingering for task in pending.settled}
         for pending in lingering:
             if pending.submitted:  # of a task that settled meanwhile, only the outcome is written
-                unsettled = [task for task in pending.submitted if task.task_id not in settles]
-                pending.entry.submits = [submit_record(task) for task in unsettled]
+                pending.submitted = [task for task in pending.submitted if task.task_id not in settles]
+                pending.entry.submits = [submit_record(task) for task in pending.submitted]
             for task_id, letter in pending.replaced:  # deleted by the transaction that writes the new task
                 entry = settles.get(task_id, pending.entry)
                 entry.deleted_dead_letters = [*entry.deleted_dead_letters, letter]

@@ -84,7 +84,7 @@ class TaskService:
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
                 # A task that the batch joined goes on if the new tasks can't be written. If it has ended, its outcome
-                # is not on the disk either.
+                # may not be on the disk.
                 lost = isinstance(answer, Task) and error is not None and answer.outcome is not None
                 if lost or (isinstance(answer, Task) and not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  its write failed

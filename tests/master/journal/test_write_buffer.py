@@ -99,6 +99,19 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     stage.close()
 
 
+async def test_a_task_that_settled_is_not_forgotten_if_the_others_of_its_batch_are_rejected(tmp_path: Path) -> None:
+    """Get did not find a task that had succeeded, until its outcome was committed."""
+    stage = Stage(tmp_path, size_max_bytes=256 << 10)
+    small, large = tasks(1, 2)
+    large.payload = bytes(200_000)
+    stage.write_buffer.submits([small, large], ignore, (), urgent=False)
+    stage.settle(small)
+    await until(lambda: len(stage.events) > 1)
+    assert stage.events == [ev.SubmitFailed([large]), ev.SettlesCommitted([small])]
+    assert stage.journal.get_outcome(1) is not None
+    stage.close()
+
+
 async def test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
