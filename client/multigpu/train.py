@@ -50,6 +50,10 @@ def report(metrics: Mapping[str, float], *, step: int | None = None, fraction: f
 def _name(name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the name of a metric is a str, not {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of a metric is valid Unicode, not {name[:NAME_MAX]!r}") from error
     if not name or len(name) > NAME_MAX:
         raise ValueError(f"the name of a metric has 1 to {NAME_MAX} characters, not {name[: NAME_MAX + 1]!r}")
     return name

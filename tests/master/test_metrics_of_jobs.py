@@ -59,5 +59,7 @@ def test_what_is_no_report_is_passed_over(stage: Stage) -> None:
     assert last_report(job) == {"loss": 2.5, "step": 7.0}
     partials += [b"[" * 100_000, b'{"metrics": {"loss": 1.5}, "step": 1%s}' % (b"0" * 400)]
     assert last_report(job) == {"loss": 1.5}, "no float holds the step"
+    partials += [b'{"metrics": {"loss\\ud800": 1.5}, "step": 2}']
+    assert last_report(job) == {"loss?": 1.5, "step": 2.0}, "no other text can be exported"
     partials += [b"{}"] * EVENTS_READ
     assert last_report(job) == {}

@@ -276,6 +276,18 @@ def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
         assert serial() == certificate.serial_number
         shutil.copy(elsewhere / "master.key", secured.ca)
         until(lambda: serial() == authority.read(elsewhere / "master.crt").serial_number)
+
+        def is_rejected() -> bool:
+            try:
+                urllib.request.urlopen(f"https://localhost:{port}/metrics", context=context, timeout=60).read()
+            except (urllib.error.URLError, ssl.SSLError, ConnectionError):
+                return True
+            return False
+
+        assert not is_rejected()
+        authority.init(tmp_path / "another")
+        shutil.copy(tmp_path / "another" / "ca.crt", secured.ca)
+        until(is_rejected, what="the new authority of clients, with the same certificate")
         assert "Traceback" not in secured.fleet.master.log()
 
 

@@ -11,7 +11,7 @@ from multigpu_master.core.model import Lease, Task, Worker
 
 # How many of a job's newest events are searched for metrics. Most events have metrics.
 EVENTS_READ = 16
-FLOAT_END = 1 << 1023  # a float can hold all integers below
+FLOAT_END = 1 << 1023  # float() of a smaller integer does not overflow
 
 
 def running_jobs(workers: Iterable[Worker]) -> list[Lease]:
@@ -35,7 +35,9 @@ def job_metrics(leases: list[Lease]) -> Iterator[Metric]:
 
 
 def last_report(task: Task) -> dict[str, float]:
-    """Returns the numeric metrics of the last reported step, and the step itself."""
+    """Returns the numeric metrics of the last reported step, and the step itself. Their names are valid Unicode, as
+    Prometheus and OTLP require.
+    """
     partials = task.extra.partials if task.extra is not None else []
     found: dict[str, object] = {}
     for data in islice(reversed(partials), EVENTS_READ):
@@ -43,7 +45,7 @@ def last_report(task: Task) -> dict[str, float]:
             case {"metrics": dict(metrics), "step": step} if not found or found["step"] == step:
                 found = {**metrics, **found, "step": step}
     return {
-        name: float(value)
+        name.encode(errors="replace").decode(): float(value)
         for name, value in found.items()
         if isinstance(value, float) or (isinstance(value, int) and abs(value) < FLOAT_END)
     }

@@ -6,7 +6,7 @@ meanwhile. The final snapshot, which `stop` takes, has the result of the last se
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -41,14 +41,13 @@ class MasterMetrics:
         self._driver = driver
         self._listen = config.metrics_listen
         self._telemetry = telemetry
-        self._certificate = _Certificate(config.tls_cert) if config.tls_cert else None
+        paths = [str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca)]
         # Paths of the certificate, the key and the client CA, if the endpoint is served over TLS: scrapers then need a
         # certificate.
         self._tls: tuple[str, str, str] | None = None
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
-            cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
-            self._tls = cert, key, ca
-        self._certificate_is_new = False  # the endpoint does not use the certificate on the disk yet
+            self._tls = paths[0], paths[1], paths[2]
+        self._certificate = _Certificate(self._tls or paths[:1]) if config.tls_cert else None
         self._last: tuple[Metric, ...] = ()
         self._devices: list[DeviceSnapshot] = []
         self._oldest: dict[str, float] = {}  # by queue: when its oldest queued task was submitted
@@ -91,25 +90,16 @@ class MasterMetrics:
                 log.exception("metrics were not taken")
 
     def _take_snapshot(self) -> None:
-        if self._certificate is not None and self._certificate.read_if_changed():
-            self._certificate_is_new = True
-            self._reload_certificate(log.warning)
-        elif self._certificate_is_new:  # its key may have come since
-            self._reload_certificate(log.debug)
+        if self._certificate is not None:
+            self._certificate.use_if_changed(self._reload_certificate)
         self._devices = snapshots(self._driver.core.fleet.workers.values())
         certificate = self._certificate.metrics() if self._certificate is not None else ()
         self._last = (*_metrics(self._driver, self._oldest), *certificate)
 
-    def _reload_certificate(self, write_log: Callable[..., None]) -> None:
-        if self._tls is None:
-            return
-        assert self._prometheus is not None, "_tls needs an endpoint"
-        try:
+    def _reload_certificate(self) -> None:
+        if self._tls is not None:
+            assert self._prometheus is not None, "_tls needs an endpoint"
             self._prometheus.reload_certificate(*self._tls)
-        except OSError as error:
-            write_log("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
-        else:
-            self._certificate_is_new = False
 
     def _collect(self) -> Iterator[Metric]:
         """Runs on the scraper's thread, because a thousand devices have tens of thousands of samples."""
@@ -118,24 +108,30 @@ class MasterMetrics:
 
 
 class _Certificate:
-    """When the master's certificate expires, in seconds since 1970; 0.0: it could not be read yet."""
+    """The file of the master's certificate, and the other files of the TLS endpoint, if there is one."""
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser()
-        self._changed_ns = 0
-        self._expire_s = 0.0
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._used: list[bytes] = []  # contents of the files
+        self._expire_s = 0.0  # in seconds since 1970; 0.0: no certificate was read yet
+        self._logged = ""  # why the files were last rejected
 
-    def read_if_changed(self) -> bool:
-        """Reads the certificate if its file has changed. Returns whether it has changed and can be parsed."""
+    def use_if_changed(self, use: Callable[[], None]) -> None:
+        """Calls `use` if the contents of a file have changed. If it raises OSError, it is called again next time."""
         try:
-            changed_ns = self._path.stat().st_mtime_ns
-            if changed_ns == self._changed_ns:
-                return False
-            self._expire_s = x509.load_pem_x509_certificate(self._path.read_bytes()).not_valid_after_utc.timestamp()
-        except (OSError, ValueError):
-            return False  # the listener logs what is wrong with the file
-        self._changed_ns = changed_ns
-        return True
+            contents = [path.read_bytes() for path in self._paths]
+            if contents == self._used:
+                return
+            expire_s = x509.load_pem_x509_certificate(contents[0]).not_valid_after_utc.timestamp()
+            use()
+        except (OSError, ValueError) as error:
+            if str(error) != self._logged:
+                self._logged = str(error)
+                log.warning(
+                    "a new certificate is not used for metrics", certificate=str(self._paths[0]), error=str(error)
+                )
+            return
+        self._used, self._expire_s, self._logged = contents, expire_s, ""
 
     def metrics(self) -> Iterator[Metric]:
         if self._expire_s:

@@ -1,6 +1,7 @@
 """Copies of a journal, also while it is written to, and what can be saved of a damaged one."""
 
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from multigpu_master.errors import JournalError
+from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import backup as journal_backup
+from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite.backup import backup, salvage
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
@@ -192,6 +195,7 @@ def test_rows_that_make_no_sense_are_salvaged_away_and_named(damage: str, lost: 
     [
         (b"worker/w1", b"{"), (b"worker/w1", b"[" * 100_000), (b"queue/x", b"[]"), (b"breaker", b"9"),
         (b"token/zz", b"{}"), (b"worker/\xff", b"{}"), (b"strategy", b"\xff"), (b"journal.time", b"yesterday"),
+        (b"journal.lease_key", b"short"), (b"journal.epoch", b"new"), (b"journal.removed", b"all"),
     ],
 )  # fmt: skip
 def test_settings_that_no_master_can_use_are_salvaged_away_and_named(key: bytes, value: bytes, tmp_path: Path) -> None:
@@ -205,6 +209,36 @@ def test_settings_that_no_master_can_use_are_salvaged_away_and_named(key: bytes,
     assert f"gone: the setting {key.decode(errors='replace')!r}: " in done.output
     assert "losses: 0" in run(tmp_path, "salvage").output
     assert tasks_of(tmp_path / "data") == [1]
+
+
+def test_salvage_puts_the_epoch_and_the_removed_cursor_beyond_what_is_in_use(tmp_path: Path) -> None:
+    newest = first_id(7, 0.0) + 5
+    with opened(tmp_path / "data") as (journal, _):
+        journal.append(Entry(settles=[settle(1), settle(newest)]))
+    with closing(sqlite3.connect(tmp_path / "data" / DATABASE_NAME, isolation_level=None)) as writer:
+        writer.execute("DELETE FROM incarnation")
+        writer.execute("INSERT OR REPLACE INTO setting VALUES ('journal.epoch', 'x'), ('journal.removed', 'x')")
+        assert len(list(salvage(tmp_path / "data"))) == 2
+        assert writer.execute("SELECT key, value FROM setting WHERE value IN (2, 7) ORDER BY key").fetchall() == [
+            ("journal.epoch", 7), ("journal.removed", 2),
+        ]  # fmt: skip
+
+
+def test_the_log_stays_if_no_reader_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite copied it into the database and deleted it, once the last reference to the writer was gone."""
+
+    def none_left(_path: Path) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("no file descriptor is left")
+
+    monkeypatch.setattr(connections, "connect_reader", none_left)
+    monkeypatch.setattr(connections, "_left_open", left := list[sqlite3.Connection]())
+    writer = connections.connect_writer(tmp_path / DATABASE_NAME)
+    writer.execute("CREATE TABLE t (x)")
+    connections.close_keeping_log(tmp_path / DATABASE_NAME, writer)
+    del writer
+    gc.collect()
+    assert (tmp_path / f"{DATABASE_NAME}-wal").stat().st_size
+    left.pop().close()
 
 
 def test_salvage_does_not_claim_that_a_master_can_start_without_a_table(tmp_path: Path) -> None:

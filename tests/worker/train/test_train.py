@@ -54,6 +54,7 @@ def test_a_report_is_a_line(folder: Path) -> None:
         ({str(n): 1.0 for n in range(65)}, {}, ValueError),
         ({"": 1.0}, {}, ValueError),
         ({"x" * 65: 1.0}, {}, ValueError),
+        ({"loss\ud800": 1.0}, {}, ValueError),
         ({1: 1.0}, {}, TypeError),
         ({"loss": "low"}, {}, ValueError),
         ({"loss": 1.0}, {"fraction": 1.5}, ValueError),

@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from multigpu._transport.payloads import NAME, Directory, Segment
 
 from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError
 from multigpu_master.journal import payload_files as payloads
-from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
@@ -154,7 +152,7 @@ def _clear(target: Path) -> None:
 
 def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str] = lambda _key, _value: "") -> Iterator[str]:
     """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters, outcomes and settings
-    that can't be read, so that a master can start from it. Yields a description of each loss. The outcomes of lost
+    that can't be used, so that a master can start from it. Yields a description of each loss. The outcomes of lost
     results stay. Raises JournalDamagedError if pages of the database are damaged, which it can't repair. `damage_of`:
     returns why a setting of the master can't be used, or "".
     """
@@ -201,8 +199,7 @@ def _damaged_settings(writer: sqlite3.Connection, damage_of: Callable[[str, byte
     found: dict[bytes, str] = {}
     for key, value in writer.execute("SELECT CAST(key AS BLOB), CAST(value AS BLOB) FROM setting").fetchall():
         try:
-            if key.decode() == schema.SETTING_TIME:
-                Retention(time.time).load(value)
+            schema.check_private(key.decode(), value)
             damage = damage_of(key.decode(), value)
         except DAMAGE as error:
             damage = repr(error)
@@ -212,16 +209,16 @@ def _damaged_settings(writer: sqlite3.Connection, damage_of: Callable[[str, byte
 
 
 def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]], settings: Iterable[bytes]) -> None:
-    """Deletes the rows and settings, and notes that the journal is closed. Raises JournalDamagedError within the
-    transaction if pages are damaged. They are checked last: the check also reports columns without a value, whose rows
-    are deleted first.
+    """Deletes the rows, repairs the settings, and notes that the journal is closed. Raises JournalDamagedError within
+    the transaction if pages are damaged. They are checked last: the check also reports columns without a value, whose
+    rows are deleted first.
     """
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
     for table, key in rows:
         writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # one of ours
     for setting in settings:
-        writer.execute("DELETE FROM setting WHERE CAST(key AS BLOB) = ?", (setting,))
+        schema.repair(writer, setting)
     ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()
     if verdict != "ok":
         raise failures.damaged_error(path, verdict.replace("\n", " "))

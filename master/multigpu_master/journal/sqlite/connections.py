@@ -13,6 +13,7 @@ from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S, PAGE_BYTES, cl
 WAL_PAGES = (8 << 20) // PAGE_BYTES
 # Largest size of the log's file after the log was copied: the file is kept, and overwritten.
 WAL_KEEP_BYTES = 64 << 20
+_left_open: list[sqlite3.Connection] = []  # see close_keeping_log
 
 
 def has_log(path: Path) -> bool:
@@ -82,9 +83,12 @@ def close_keeping_log(path: Path, writer: sqlite3.Connection) -> None:
     database and deletes it, if that connection may write. So a connection that only reads is opened and closed last.
     If it can't be opened, the writer stays open until the process ends.
     """
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(connect_reader(path)) as reader:
-        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # now the reader has a lock on the database
-        writer.close()
+    try:
+        with contextlib.closing(connect_reader(path)) as reader:
+            reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # now the reader has a lock on the database
+            writer.close()
+    except sqlite3.Error:
+        _left_open.append(writer)  # without a reference it would be closed
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:

@@ -4,9 +4,12 @@
 
 import secrets
 import sqlite3
+import time
 from collections.abc import Iterator
 
 from multigpu_master import ids
+from multigpu_master.core.model import EPOCH_IDS
+from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite import usage
@@ -26,6 +29,15 @@ SETTING_OPEN = "journal.open"
 SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
 SETTING_TIME = "journal.time"  # the time last saved, and the downtimes: see retention.py
 _PRIVATE = "journal."  # how the keys of all these begin
+# What salvage sets in place of a value that can't be used.
+_REPAIRS = {
+    # Of all ids that were written. The epoch of a start is never before the host's clock.
+    SETTING_EPOCH: (
+        f"SELECT ifnull(max(id), 0) / {EPOCH_IDS} FROM (SELECT max(first_id) AS id FROM incarnation "
+        "UNION ALL SELECT max(task_id) FROM task UNION ALL SELECT max(task_id) FROM outcome)"
+    ),
+    SETTING_REMOVED: "SELECT ifnull(max(cursor), 0) FROM outcome",  # it must not be too low
+}
 _LEFT_OPEN = f"""
 SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
   AND value = (SELECT name FROM incarnation ORDER BY first_id DESC LIMIT 1))"""
@@ -75,8 +87,7 @@ def begin_incarnation(
     writer.execute("INSERT OR IGNORE INTO setting VALUES (?, ?)", (SETTING_LEASE_KEY, key))
     writer.execute("INSERT OR REPLACE INTO setting VALUES (?, ?)", (SETTING_OPEN, begun.name))
     ((key,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_LEASE_KEY,)).fetchall()
-    if len(key) != ids.LEASE_KEY_BYTES:
-        raise ValueError(f"the setting {SETTING_LEASE_KEY} has {len(key)} bytes")
+    check_lease_key(key)
     writer.execute("COMMIT")
     return epoch, [ids.Incarnation(*row) for row in rows], key
 
@@ -85,6 +96,28 @@ def left_open(connection: sqlite3.Connection) -> bool:
     """Whether the newest master has not closed the journal."""
     ((flagged,),) = connection.execute(_LEFT_OPEN).fetchall()
     return bool(flagged)
+
+
+def check_private(key: str, value: bytes) -> None:
+    """Raises one of DAMAGE if a master can't use the value of this setting."""
+    if key in (SETTING_EPOCH, SETTING_REMOVED):
+        int(value)
+    elif key == SETTING_LEASE_KEY:
+        check_lease_key(value)
+    elif key == SETTING_TIME:
+        Retention(time.time).load(value)
+
+
+def repair(writer: sqlite3.Connection, key: bytes) -> None:
+    """Replaces the value of a setting that can't be used, or deletes the setting: a master starts without it."""
+    value = _REPAIRS.get(key.decode(errors="replace"))
+    change = "DELETE FROM setting" if value is None else f"UPDATE setting SET value = ({value})"
+    writer.execute(f"{change} WHERE CAST(key AS BLOB) = ?", (key,))
+
+
+def check_lease_key(key: bytes) -> None:
+    if len(key) != ids.LEASE_KEY_BYTES:
+        raise ValueError(f"the setting {SETTING_LEASE_KEY} has {len(key)} bytes")
 
 
 def clear_open_flag(writer: sqlite3.Connection) -> None:

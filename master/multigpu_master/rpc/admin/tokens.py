@@ -27,7 +27,8 @@ class TokenCalls:
         _, tokens = self._tokens()
         if request.name == ADMIN_TOKEN_NAME:
             raise InvalidArgumentError(f"{request.name!r} is the name of the token that the master makes: take another")
-        expired = tokens.remove_expired()
+        if expired := tokens.remove_expired():
+            self._driver.write_buffer.remember(expired)
         try:
             token, secret = tokens.make(
                 request.name,
@@ -41,7 +42,7 @@ class TokenCalls:
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
         try:
-            await self._driver.write_buffer.save(expired | token.setting())
+            await self._driver.write_buffer.save(token.setting())
         except JournalError as error:
             # `save` may have timed out, and the journal can still write the setting: delete it then (None deletes).
             self._driver.write_buffer.remember(dict.fromkeys(token.setting()))
