@@ -36,7 +36,7 @@ from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.tasks import fill_rejection
 from multigpu_master.worker_streams import WorkerStreams
-from multigpu_master.write_buffer import DURABLE_S, Done, WriteBuffer, tell
+from multigpu_master.write_buffer import DURABLE_S, Done, WriteBuffer, set_result_of
 
 log = structlog.get_logger()
 
@@ -93,7 +93,7 @@ class ChangeEvents:
     commits: asyncio.Event = field(default_factory=asyncio.Event)
     workers: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def committed(self) -> None:
+    def outcomes_committed(self) -> None:
         self.commits.set()
         self.commits = asyncio.Event()
 
@@ -125,7 +125,9 @@ class Driver:
         self.changes = ChangeEvents()
         self._on_fatal = on_fatal
         self._broken = False
-        self.write_buffer = WriteBuffer(journal, self.handle, self.changes.committed, on_fatal, recovered.last_cursor)
+        self.write_buffer = WriteBuffer(
+            journal, self.handle, self.changes.outcomes_committed, on_fatal, recovered.last_cursor
+        )
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now
@@ -141,7 +143,7 @@ class Driver:
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
-        self._carry_out: dict[type, Callable[..., None]] = {
+        self._executors: dict[type, Callable[..., None]] = {
             ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: self._worker_changed,
             ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids,
             ev.RejectUnwritten: self._reject_unwritten, ev.Dispatch: self.workers.dispatch,
@@ -161,9 +163,9 @@ class Driver:
                     final = [task.task_id for task in event.tasks]  # before the core sets those of failed submits to 0
                 commands = self.core.handle(event, self.now())
                 for command in commands:
-                    carry_out = self._carry_out.get(type(command))
-                    if carry_out is not None:
-                        carry_out(command)
+                    execute = self._executors.get(type(command))
+                    if execute is not None:
+                        execute(command)
                 for task_id in final:
                     self._wake(task_id)
                 self._arm_timer()
@@ -257,7 +259,7 @@ class Driver:
         both changes; a Rejection if the core or the journal rejected them.
         """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        answer = self.submit(spec, [task], 0, tell(future), {task.request_id: replaces})[0]
+        answer = self.submit(spec, [task], 0, set_result_of(future), {task.request_id: replaces})[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
@@ -296,13 +298,13 @@ class Driver:
         write, writable = self.outcomes.write, self.write_buffer.writable
         at_once: list[tuple[Task, Sequence[int], bytes | LargeBody]] = []
         durable: list[Ended] = []
-        later: list[Ended] = []
+        held: list[Ended] = []
         for task in command.tasks:
             ended = task, write(task)
             if task.spec.durable:
                 durable.append(ended)
                 if not writable or is_cancelled(task):
-                    later.append(ended)
+                    held.append(ended)
                     self._held_outcomes[task.task_id] = list(task.streams)
                     continue
             at_once.append((task, task.streams, ended[1]))
@@ -310,7 +312,7 @@ class Driver:
             self._send_outcomes(at_once)
         finally:  # outcomes go to the journal even if sending them fails
             if durable:
-                done = functools.partial(self._send_held, later) if later else None
+                done = functools.partial(self._send_held, held) if held else None
                 # Later in the loop: this event's leases go to the workers first.
                 self._loop.call_soon(self.write_buffer.settles, durable, self.now(), done)
 
@@ -375,7 +377,7 @@ class Driver:
                     if type(body) is bytes:
                         outbox.frame_for(len(body)).add_outcome(body)
                     else:
-                        self.add_large_outcome(outbox, body, task.request_id)
+                        self.add_outcome(outbox, body, task.request_id)
                     outbox.add_pending(-1)
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
@@ -399,7 +401,7 @@ class Driver:
     def _abort_unread(self, outbox: RunOutbox) -> None:
         outbox.abort(ExhaustedError("too many outcomes are unread; read faster, or submit less at once"))
 
-    def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
+    def add_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """Sends an outcome that may have a large result: as a reference if the client shares the directory, else as
         bytes, or a rejection if the bytes cannot be read now.
         """

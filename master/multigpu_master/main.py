@@ -44,7 +44,7 @@ from multigpu_master.wire.specs import SpecReader
 log = structlog.get_logger()
 T = TypeVar("T")
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_REJECTED, EXIT_LACKING = 1, 2, 3, 4
+EXIT_FAILED, EXIT_CONFIG, EXIT_NOT_DONE, EXIT_LACKING = 1, 2, 3, 4
 # Thread switches every 0.5 ms instead of 5: the journal's thread does short work while the event loop is busy.
 SWITCH_INTERVAL_S = 0.0005
 # systemd's watchdog is not notified while one operation of the journal takes longer than this.
@@ -75,10 +75,10 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _use_few_arenas()
     try:
-        code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
+        code = uvloop.run(_serve(config, telemetry, lambda: _configure_logging(config_file, flags)))
     except StartError as error:
         click.echo(f"mgpu-master: {error}", err=True)
-        code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_REJECTED
+        code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_NOT_DONE
     shut_down_tracing()
     sys.stderr.flush()
     # Do not wait for threads that are left, such as gRPC's poller or one that waits for a slow disk.
@@ -113,7 +113,7 @@ def backup(data_dir: Path, target: Path) -> None:
 @click.pass_obj
 def salvage(data_dir: Path) -> None:
     """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
-    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, settings.damage)))
+    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, settings.damage_of)))
     for line in gone:
         click.echo(f"gone: {line}")
     _or_exit(lambda: _try_journal(data_dir))
@@ -127,7 +127,7 @@ def _try_journal(data_dir: Path) -> None:
     try:
         specs = SpecReader()
         for key, value in recovered.settings.items():
-            if damage := settings.damage(key, value):
+            if damage := settings.damage_of(key, value):
                 raise JournalError(f"The setting {key!r} is damaged: {damage}.")
         for task in recovered.tasks:
             specs.restore(task.spec)
@@ -140,10 +140,10 @@ def _or_exit(work: Callable[[], T]) -> T:
         return work()
     except (OSError, sqlite3.Error, JournalError) as error:
         click.echo(f"mgpu-master: {error}", err=True)
-        sys.exit(EXIT_REJECTED)
+        sys.exit(EXIT_NOT_DONE)
 
 
-def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
+def _configure_logging(config_file: str | None, flags: dict[str, Any]) -> None:
     """Loads and applies the log level and format. Raises ConfigError if the settings have become invalid."""
     config = load(MasterConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)

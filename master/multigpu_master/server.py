@@ -291,7 +291,9 @@ class Master:
         self._health.stop()
         self.driver.usage.stop()
         if self.fatal is None:
-            await asyncio.wait([asyncio.ensure_future(self.driver.write_buffer.all_durable())], timeout=timeout_s / 4)
+            await asyncio.wait(
+                [asyncio.ensure_future(self.driver.write_buffer.flush_and_wait())], timeout=timeout_s / 4
+            )
         self.driver.stop()
         # Streams do not end by themselves: their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 4))

@@ -92,7 +92,7 @@ class _EveryName:
         return True
 
 
-def damage(key: str, value: bytes) -> str:
+def damage_of(key: str, value: bytes) -> str:
     """Returns why no master starts with this setting, or "" if one does."""
     try:
         restore(lambda _event: None, _EveryName(), {key: value})

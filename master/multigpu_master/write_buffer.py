@@ -46,7 +46,7 @@ TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 Done = Callable[[JournalError | None], None]
 
 
-def tell(future: asyncio.Future[JournalError | None]) -> Done:
+def set_result_of(future: asyncio.Future[JournalError | None]) -> Done:
     """A callback that sets the future's result, unless the call that awaits it was cancelled."""
 
     def done(error: JournalError | None) -> None:
@@ -81,15 +81,15 @@ class _Pending:
 
 
 class WriteBuffer:
-    """`handle` feeds an event to the core, `committed` is called when outcomes are durable, and `on_fatal` once,
-    with the reason, when the master can't go on.
+    """`handle` feeds an event to the core, `on_outcomes_committed` is called when outcomes are durable, and `on_fatal`
+    once, with the reason, when the master can't go on.
     """
 
     def __init__(
         self,
         journal: SqliteJournal,
         handle: Callable[[ev.Event], object],
-        committed: Callable[[], None],
+        on_outcomes_committed: Callable[[], None],
         on_fatal: Callable[[str], None],
         last_cursor: int = 0,
     ) -> None:
@@ -97,7 +97,7 @@ class WriteBuffer:
         self.last_cursor = last_cursor  # of the newest outcome whose task the core has forgotten
         self._journal = journal
         self._handle = handle
-        self._on_outcomes = committed
+        self._on_outcomes_committed = on_outcomes_committed
         self._on_fatal = on_fatal
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
@@ -120,7 +120,7 @@ class WriteBuffer:
         """Writes tasks that the core has accepted. `replaced`: pairs of a task_id and the dead letter that is deleted
         in the same transaction. `done` is called when the tasks are durable or rejected.
         """
-        pending = _Pending(Entry(), _own_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
+        pending = _Pending(Entry(), _inline_payload_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
         self._append(pending, urgent=urgent)
 
     def defer(self, fresh: Sequence[Task]) -> None:
@@ -128,7 +128,7 @@ class WriteBuffer:
         soon.
         """
         self._deferred.update([(task.task_id, task) for task in fresh])
-        self._deferred_bytes += _own_bytes(fresh)
+        self._deferred_bytes += _inline_payload_bytes(fresh)
         if self._deferred_bytes > DEFERRED_BYTES_MAX:
             self.flush()
         elif self._deferral_timer is None:
@@ -154,7 +154,7 @@ class WriteBuffer:
         self._deferred_before, self._deferred = {}, {}
         if not tasks:
             return
-        pending = _Pending(Entry(), _own_bytes(tasks), submitted=tasks)
+        pending = _Pending(Entry(), _inline_payload_bytes(tasks), submitted=tasks)
         self._deferred_bytes -= pending.size
         self._pending[id(pending.entry)] = pending
         self._pending_bytes += pending.size
@@ -180,12 +180,12 @@ class WriteBuffer:
         pending = _Pending(Entry(settles=records), payload_messages.memory_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
 
-    async def written(self, task: Task) -> None:
+    async def wait_written(self, task: Task) -> None:
         """Returns when a task that the core has accepted is durable or rejected, or after DURABLE_S."""
         if task.spec.durable:
             future: asyncio.Future[JournalError | None] = self._loop.create_future()
             await asyncio.sleep(0)  # lets the scheduled callback append its entry
-            self._append(_Pending(Entry(), 0, done=tell(future)), urgent=True)
+            self._append(_Pending(Entry(), 0, done=set_result_of(future)), urgent=True)
             await asyncio.wait([future], timeout=DURABLE_S)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
@@ -193,7 +193,7 @@ class WriteBuffer:
         on the disk after DURABLE_S.
         """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        self.remember(settings, tell(future), deleted_dead_letters)
+        self.remember(settings, set_result_of(future), deleted_dead_letters)
         await asyncio.wait([future], timeout=DURABLE_S)
         error = future.result() if future.done() else JournalFullError("the disk may be full; free space on it")
         if error is not None:
@@ -272,10 +272,10 @@ class WriteBuffer:
             for task in settled:
                 if deferred.pop(task.task_id, None) is not None:
                     unwritten.add(task.task_id)
-                    self._deferred_bytes -= _own_bytes((task,))
+                    self._deferred_bytes -= _inline_payload_bytes((task,))
         return unwritten
 
-    async def all_durable(self) -> None:
+    async def flush_and_wait(self) -> None:
         """Waits until every entry is committed or rejected."""
         await asyncio.sleep(0)  # lets scheduled callbacks append their entries
         self.flush()
@@ -284,7 +284,7 @@ class WriteBuffer:
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 
-    async def room(self) -> None:
+    async def wait_for_backlog(self) -> None:
         """Waits until at most JOURNAL_BACKLOG_BYTES wait for the journal."""
         while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:  # else durable tasks are rejected
             self._backlog_fell.clear()
@@ -310,7 +310,7 @@ class WriteBuffer:
             if error is None:
                 self.last_cursor = first_cursor + sum([len(entry.settles) for entry in entries]) - 1
             self._handle(ev.SettlesCommitted(settled))
-            self._on_outcomes()
+            self._on_outcomes_committed()
         self._backlog_fell.set()
 
     def _set_writable(self, error: JournalError | None) -> None:
@@ -321,6 +321,6 @@ class WriteBuffer:
         self.writable = error is None
 
 
-def _own_bytes(tasks: Iterable[Task]) -> int:
+def _inline_payload_bytes(tasks: Iterable[Task]) -> int:
     """The bytes of the payloads in memory, without those in shared files."""
     return sum([len(task.payload) for task in tasks if type(task.payload) is bytes])

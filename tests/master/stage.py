@@ -53,7 +53,7 @@ class Stage:
 
     async def durable(self) -> None:
         async with asyncio.timeout(120):
-            await self.driver.write_buffer.all_durable()
+            await self.driver.write_buffer.flush_and_wait()
 
 
 def leases_of(tasks: list[Task]) -> list[Lease]:

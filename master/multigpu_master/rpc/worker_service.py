@@ -47,7 +47,7 @@ PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
 # While more than this and twice the worker's window waits to be sent, its frames are not read: the session of a worker
 # that does not read times out. A heartbeat may cause revocations that have more bytes than it.
 UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
-LEASES = "leases in one frame of a worker's session"
+LEASES_IN_FRAME = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
 
@@ -94,7 +94,7 @@ class WorkerService:
         info = self._check_hello(first)
         hello = first.hello
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
-        check_count(len(hello.leases), leases_max, LEASES)
+        check_count(len(hello.leases), leases_max, LEASES_IN_FRAME)
         check_count(len(hello.process), PROCESS_CHARS_MAX, "characters in process")
         if self._driver.workers.has_other_process(info.worker_id, hello.process):
             raise CallError(IN_USE.format(worker_id=info.worker_id), grpc.StatusCode.ALREADY_EXISTS)
@@ -184,14 +184,14 @@ class SessionReader:
             self._results_acknowledged = self._results_taken
             self._outbox.frame_for(16).message.results_taken = self._results_taken
         if frame.HasField("heartbeat"):
-            check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)
+            check_count(len(frame.heartbeat.leases), self._leases_max, LEASES_IN_FRAME)
             handle(heartbeat(frame.heartbeat, session))
 
     async def _read_reports(self, batches: Sequence[worker_service_pb2.ReportBatch]) -> None:
         count = len(batches)
         for batch in batches:
             count += len(batch.succeeded_lease_ids) + len(batch.reports)
-        check_count(count, self._leases_max, LEASES)
+        check_count(count, self._leases_max, LEASES_IN_FRAME)
         async for batch in queries.pausing(batches):
             start_s = seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0

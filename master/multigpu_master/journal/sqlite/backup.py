@@ -33,7 +33,7 @@ _SEGMENTS = " UNION ".join(
     f"SELECT substr({column}, 1, instr({column}, ':') - 1) FROM {table} WHERE typeof({column}) = 'text'"  # noqa: S608
     for table, column in journal_segments.LARGE_COLUMNS
 )
-_OWN_NAME = re.compile("[0-9a-f]{8}")
+_SEGMENT_NAME = re.compile("[0-9a-f]{8}")
 _TRIES = 20  # to hold all segments of one instant; a try takes some milliseconds
 _DESCRIPTORS = 64  # for all but segments
 
@@ -256,6 +256,6 @@ def _log_damage(path: Path, log: Path) -> str:
 
 def _segment_path(name: str) -> str:
     """Returns a segment's path relative to the data directory; "" if a damaged row has an invalid name."""
-    if _OWN_NAME.fullmatch(name):
+    if _SEGMENT_NAME.fullmatch(name):
         return f"{journal_segments.DIRECTORY_NAME}/{name}"
     return f"{payloads.DIRECTORY_NAME}/{name}" if NAME.fullmatch(name) else ""

@@ -30,7 +30,7 @@ DELETE FROM usage WHERE (begin_s, queue, submitter, kind, model) IN (
   SELECT begin_s, queue, submitter, kind, model FROM usage WHERE begin_s < ? LIMIT {_SWEEP_ROWS})"""
 
 
-def statement(record: UsageRecord) -> tuple[str, Sequence[Any]]:
+def add_statement(record: UsageRecord) -> tuple[str, Sequence[Any]]:
     return _ADD, (record.begin_s, *record.key, *astuple(record.used))
 
 
@@ -54,6 +54,6 @@ def select(begin_s: float, end_s: float, group_by: Sequence[str], queues: str | 
     return sql, (begin_s, end_s, queues)
 
 
-def read(row: Sequence[Any]) -> tuple[UsageKey, Used]:
+def parse_row(row: Sequence[Any]) -> tuple[UsageKey, Used]:
     succeeded, failed, *others = row[4:]
     return UsageKey(*row[:4]), Used(int(succeeded), int(failed), *others)
