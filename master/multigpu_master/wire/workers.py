@@ -1,5 +1,6 @@
 """Workers: their hello and heartbeat for the core, and what operators see of them."""
 
+from multigpu._transport.names import HELLO_BYTES_MAX
 from multigpu.v1 import admin_service_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -9,7 +10,7 @@ from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire import devices, models
 from multigpu_master.wire.leases import held_lease
 from multigpu_master.wire.times import set_time
-from multigpu_master.wire.validation import HELLO_BYTES_MAX, NAME_BYTES_MAX, check_printable
+from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable
 
 # Fields with the same name in a hello, in WorkerInfo and in what operators see.
 _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "slots")
