@@ -24,7 +24,7 @@ from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
-from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
+from multigpu_master.journal.sqlite.files import copy_file, sync
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PART_NAME
 
@@ -88,13 +88,13 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     lost = [what for *_, what in _lost(target, PART_NAME)]
     for suffix in ("-shm", "-wal"):  # made by _lost
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
-    sync_file(part)
+    sync(part)
     for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
         if (target / name).exists():
-            sync_directory(target / name)
-    sync_directory(target)
+            sync(target / name)
+    sync(target)
     part.rename(target / DATABASE_NAME)
-    sync_directory(target)
+    sync(target)
     return lost
 
 
@@ -170,7 +170,7 @@ def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str] = lambda _key
             kept = log.with_name(f"{log.name}.damaged")
             with log.open("rb") as file:
                 copy_file(file.fileno(), kept)
-            sync_directory(data_dir)
+            sync(data_dir)
             yield f"{what}; the log is kept as {kept}"
         yield from _delete_lost(path, damage_of)
     except (OSError, sqlite3.Error) as error:
