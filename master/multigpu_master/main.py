@@ -62,9 +62,8 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     why), 4 a backup lacks what was lost before it.
     """
     try:
-        config = load(MasterConfig, file=config_file, flags=flags).config
+        config = _configure_logging(config_file, flags)
         telemetry = load(TelemetryConfig, file=config_file).config
-        configure_logging(config.log_level, config.log_format)
         configure_tracing(telemetry, {"service.name": "mgpu-master", "service.version": VERSION})
     except ConfigError as error:
         click.echo(f"mgpu-master: {error}", err=True)
@@ -143,13 +142,16 @@ def _or_exit(work: Callable[[], T]) -> T:
         sys.exit(EXIT_NOT_DONE)
 
 
-def _configure_logging(config_file: str | None, flags: dict[str, Any]) -> None:
-    """Loads and applies the log level and format. Raises ConfigError if the settings have become invalid."""
+def _configure_logging(config_file: str | None, flags: dict[str, Any]) -> MasterConfig:
+    """Loads the settings, applies the log level and format, and returns the settings. Raises ConfigError if they are
+    invalid.
+    """
     config = load(MasterConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)
+    return config
 
 
-async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_level: Callable[[], None]) -> int:
+async def _serve(config: MasterConfig, telemetry: TelemetryConfig, reload_logging: Callable[[], object]) -> int:
     systemd, descriptors = Notifier(), raise_descriptor_limit()
     clock = Clock()
     journal = SqliteJournal(config.data_dir, now=clock.now, size_max_bytes=config.journal_bytes_max)
@@ -157,7 +159,7 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_leve
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, master.stop_requested.set)
-    loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level, master.reload)
+    loop.add_signal_handler(signal.SIGHUP, systemd.reload, reload_logging, master.reload)
     await master.start()
     systemd.ready(_status(master))
     notifying = asyncio.create_task(
