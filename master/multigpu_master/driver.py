@@ -25,7 +25,7 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.core.spec import Spec
 from multigpu_master.errors import CallError, ExhaustedError, JournalError, JournalFullError
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import LargeBody, Recovered, SettledTask
+from multigpu_master.journal.protocol import Entry, LargeBody, Recovered, SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.outbox import Outbox
 from multigpu_master.telemetry.history import History
@@ -114,6 +114,7 @@ class Driver:
         now: Callable[[], float],
         stream_bytes_max: int,
         on_fatal: Callable[[str], None],
+        on_worker_changed: Callable[[ev.WorkerChanged], None],
     ) -> None:
         self._stream_bytes_max = stream_bytes_max
         self.core = core
@@ -128,7 +129,6 @@ class Driver:
         self.write_buffer = WriteBuffer(
             journal, self.handle, self.changes.outcomes_committed, on_fatal, recovered.last_cursor
         )
-        self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now
         self._streams: dict[int, RunOutbox] = {}
@@ -144,7 +144,7 @@ class Driver:
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
         self._executors: dict[type, Callable[..., None]] = {
-            ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: self._worker_changed,
+            ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: on_worker_changed,
             ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids,
             ev.RejectUnwritten: self._reject_unwritten, ev.Dispatch: self.workers.dispatch,
             ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
@@ -291,7 +291,7 @@ class Driver:
             if error is None:  # else the master is stopping
                 self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
-        self.write_buffer.begin_epoch(epoch, begun)
+        self.write_buffer.append(Entry(epoch=epoch), begun)
 
     def _settled(self, command: ev.Settled) -> None:
         self.history.observe(command.tasks)
@@ -441,11 +441,8 @@ class Driver:
             log.error("circuit breaker tripped", reason=command.message)
         else:
             log.info("circuit breaker reset")
-        self.write_buffer.remember(settings.breaker_setting(command.tripped_s))
+        self.write_buffer.append(Entry(settings=settings.breaker_setting(command.tripped_s)))
         self.changes.worker_changed()
-
-    def _worker_changed(self, command: ev.WorkerChanged) -> None:
-        self.on_worker_changed(command)
 
 
 def reject(outbox: RunOutbox, rejection: ev.Rejection, request_id: str) -> None:

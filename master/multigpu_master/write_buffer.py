@@ -17,7 +17,7 @@ import structlog
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.errors import JournalError, JournalFullError
-from multigpu_master.journal.protocol import Entry, LargeBody, UsageRecord
+from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.wire import payloads as payload_messages
@@ -185,7 +185,7 @@ class WriteBuffer:
         if task.spec.durable:
             future: asyncio.Future[JournalError | None] = self._loop.create_future()
             await asyncio.sleep(0)  # lets the scheduled callback append its entry
-            self._append(_Pending(Entry(), 0, done=set_result_of(future)), urgent=True)
+            self.append(Entry(), set_result_of(future))
             await asyncio.wait([future], timeout=DURABLE_S)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
@@ -193,32 +193,23 @@ class WriteBuffer:
         on the disk after DURABLE_S.
         """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        self.remember(settings, set_result_of(future), deleted_dead_letters)
+        self.append(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), set_result_of(future))
         await asyncio.wait([future], timeout=DURABLE_S)
         error = future.result() if future.done() else JournalFullError("the disk may be full; free space on it")
         if error is not None:
             raise error
 
-    def remember(
-        self, settings: dict[str, bytes | None], done: Done | None = None, deleted_dead_letters: Sequence[int] = ()
-    ) -> None:
-        """Writes settings soon."""
-        entry = Entry(settings=settings, deleted_dead_letters=deleted_dead_letters)
-        self._append(_Pending(entry, 0, done=done), urgent=True)
-
-    def add_usage(self, records: Sequence[UsageRecord], done: Done | None = None) -> None:
-        """Adds to the recorded usage."""
-        self._append(_Pending(Entry(usage=records), 0, done=done), urgent=done is not None)
+    def append(self, entry: Entry, done: Done | None = None, *, urgent: bool = True) -> None:
+        """Writes an entry without submits and settles. `done` is called when the entry is durable or rejected.
+        `urgent`: the entry does not stay here for LINGER_S.
+        """
+        self._append(_Pending(entry, 0, done=done), urgent=urgent)
 
     def cancellations_max(self) -> int:
         """How many cancellations of tasks without log and outputs fit on the disk now."""
         if self.writable:
             return sys.maxsize
         return max(0, self._journal.free_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
-
-    def begin_epoch(self, epoch: int, done: Done) -> None:
-        """Writes the epoch of the ids that are issued next."""
-        self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
 
     def perhaps_known(self, request_ids: Sequence[str]) -> list[str]:
         """The requests among these that the journal may know."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from multigpu_master.core.usage import Usage, Used
 from multigpu_master.errors import JournalError
-from multigpu_master.journal.protocol import USAGE_INTERVAL_S, UsageKey, UsageRecord
+from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
 from multigpu_master.write_buffer import Done, WriteBuffer, set_result_of
 
 FLUSH_S = 10.0
@@ -68,7 +68,8 @@ class UsageLog:
             sums.setdefault(kept, Used()).add(used)
             self.totals.setdefault(_kept(key, self.totals), Used()).add(used)
         if sums or done is not None:
-            self._write_buffer.add_usage([UsageRecord(begin_s, key, used) for key, used in sums.items()], done)
+            records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
+            self._write_buffer.append(Entry(usage=records), done, urgent=done is not None)
 
 
 def _kept(key: UsageKey, keys: Collection[UsageKey]) -> UsageKey:
