@@ -1,8 +1,9 @@
 """The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
 All of it runs in the event loop's thread. It never waits for a write to the disk: entries for the journal go to
-write_buffer.py, and dispatch does not wait for them; of the outcomes, only cancellations do (see `is_cancelled`). It
-does read request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
+write_buffer.py, and dispatch does not wait for them. Of the outcomes, those of cancelled durable tasks wait for their
+write before they are sent (see `is_cancelled`); while the disk is full, those of all durable tasks do. The driver does
+read request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
 """
 
 import asyncio
@@ -48,8 +49,9 @@ Ended = tuple[Task, bytes | LargeBody]
 
 
 def is_cancelled(task: Task) -> bool:
-    """Whether the task was cancelled. Such an outcome is sent once it is on the disk, because it promises that the task
-    does not run. Other outcomes are sent at once, unless the disk is full.
+    """Whether the task was cancelled. Of a durable task, this outcome is sent once it is on the disk, because it
+    promises that the task does not run. Other outcomes of durable tasks are sent at once, unless the disk is full;
+    those of ephemeral tasks always are.
     """
     return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
 
@@ -160,7 +162,8 @@ class Driver:
                 self.requeued_before = self.core.ledger.counters.requeued
                 final: Sequence[int] = ()
                 if self._waiters and isinstance(event, (ev.SettlesCommitted, ev.SubmitFailed)):
-                    final = [task.task_id for task in event.tasks]  # before the core sets those of failed submits to 0
+                    # Read now: on SubmitFailed the core sets the task_ids of unsettled tasks to 0.
+                    final = [task.task_id for task in event.tasks]
                 commands = self.core.handle(event, self.now())
                 for command in commands:
                     execute = self._executors.get(type(command))
@@ -182,7 +185,8 @@ class Driver:
 
     def _arm_timer(self) -> None:
         due_s = self.core.next_timer_s()
-        if due_s is None or self.workers.stopping:  # workers that can't be heard any more would be taken for lost
+        # While the master stops, it ends the workers' streams: a timer would take the workers for lost.
+        if due_s is None or self.workers.stopping:
             return
         if self._timer is not None:
             if self._timer_due_s <= due_s + 0.001:
@@ -336,8 +340,9 @@ class Driver:
         return streams is not None
 
     async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
-        """Cancels the unsettled tasks among these, and returns them. Raises JournalFullError if the disk is full, and
-        not all could be cancelled or some may not be durable; its message says how many are cancelled.
+        """Cancels the unsettled tasks among these, and returns them. Raises JournalFullError if, because the disk is
+        full, some tasks could not be cancelled, or a restart of the master may undo some cancellations; its message
+        says which of these, and how many tasks were not cancelled.
         """
         waiting, cancelled = deque(tasks), list[Task]()
         while waiting:
@@ -350,7 +355,8 @@ class Driver:
             cancelled += part
             await asyncio.sleep(0)  # other calls run meanwhile
             if not self.write_buffer.writable and not await self.wait_cancellations(part, DURABLE_S):
-                rest = sum([task.outcome is None for task in waiting])  # another program has used the room
+                # The disk became full since, or another program has used the room that cancellations_max found.
+                rest = sum([task.outcome is None for task in waiting])
                 message = _NOT_DURABLE_AND_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest)
                 raise JournalFullError(message if rest else NOT_DURABLE)
         return cancelled
@@ -403,7 +409,7 @@ class Driver:
 
     def add_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """Sends an outcome that may have a large result: as a reference if the client shares the directory, else as
-        bytes, or a rejection if the bytes cannot be read now.
+        bytes. If the bytes cannot be read now, sends a rejection; if they are lost, the outcome RESULT_MISSING.
         """
         if isinstance(body, LargeBody):
             tail = body.tail

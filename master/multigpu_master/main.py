@@ -59,7 +59,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     """The master daemon of multigpu: keeps the durable queue and dispatches tasks to workers.
 
     Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 did not start (the message says
-    why), 4 a backup lacks what was lost before it.
+    why), 4 a backup was made of a journal that had lost data before.
     """
     try:
         config = _configure_logging(config_file, flags)
@@ -120,7 +120,9 @@ def salvage(data_dir: Path) -> None:
 
 
 def _try_journal(data_dir: Path) -> None:
-    """Reads all that a master needs when it starts. Raises JournalError if it can't start."""
+    """Opens the journal as a master does when it starts, which begins an incarnation. Reads all settings and tasks, and
+    closes the journal. Raises JournalError if a master can't start.
+    """
     journal = SqliteJournal(data_dir, size_max_bytes=MasterConfig().journal_bytes_max)
     recovered = journal.open(lambda *_commit: None)
     try:

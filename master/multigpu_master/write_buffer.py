@@ -1,9 +1,9 @@
 """Buffers entries for the journal's thread, and calls back when they are durable.
 
-An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks of
-which nobody is told before they end are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only
-their outcome is written. An entry that is reported as durable is written after all entries that were accepted before
-it; on a full disk, small cancellations overtake outcomes.
+An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks whose
+client wants no acceptance, only the outcome, are deferred for up to DEFER_S, in memory: most of them settle meanwhile,
+and only their outcome is written. An entry that is reported as durable is written after all entries that were accepted
+before it; on a full disk, small cancellations overtake outcomes.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ LINGER_BYTES_MAX = 256 << 10
 ENTRY_BYTES_MAX = 256 << 10
 # How long an entry waits for others. Each transaction makes the event loop wait for Python's global lock (GIL).
 LINGER_S = 0.02
-# Deferred tasks are written after half of this time or more; earlier only if `flush` is called or another entry is
-# reported.
+# Deferred tasks are written after half of this time to all of it; earlier if `flush` is called, or an entry with a
+# `done` callback is passed to the journal.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
 # A call waits for at most this long until its changes are on the disk, which may be full.
@@ -73,7 +73,7 @@ class _Pending:
     """An entry that is not committed yet, and its callback."""
 
     entry: Entry
-    size: int  # bytes of payloads and results in memory; shared files are not written
+    size: int  # bytes of its payloads and results, without those in shared files, which the journal does not write
     submitted: Sequence[Task] = ()
     replaced: Sequence[tuple[int, int]] = ()  # submitted task_ids, and the dead letters that they replace
     settled: Sequence[Task] = ()
@@ -124,9 +124,7 @@ class WriteBuffer:
         self._append(pending, urgent=urgent)
 
     def defer(self, fresh: Sequence[Task]) -> None:
-        """Writes tasks that the core has accepted, and of which nobody is told before they end, unless they settle
-        soon.
-        """
+        """Writes tasks that the core has accepted, and whose acceptance is not sent, unless they settle soon."""
         self._deferred.update([(task.task_id, task) for task in fresh])
         self._deferred_bytes += _inline_payload_bytes(fresh)
         if self._deferred_bytes > DEFERRED_BYTES_MAX:
@@ -228,7 +226,7 @@ class WriteBuffer:
         if self._lingering_bytes > LINGER_BYTES_MAX:
             self._hand_over()
         elif urgent:
-            self._loop.call_soon(self._hand_over)  # with further entries of the same call
+            self._loop.call_soon(self._hand_over)  # in the loop's next round: entries of this round share a transaction
         elif self._linger_timer is None:
             self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)
 
@@ -240,7 +238,7 @@ class WriteBuffer:
         if not self._lingering:
             return
         if any(pending.done is not None for pending in self._lingering):
-            self._end_deferrals()  # clients may learn of deferred tasks from the reports: write those first
+            self._end_deferrals()  # when `done` is called, a client may learn of a deferred task: write it first
         lingering, self._lingering = self._lingering, []
         self._lingering_bytes = 0
         settles = {task.task_id: pending.entry for pending in lingering for task in pending.settled}
@@ -276,8 +274,10 @@ class WriteBuffer:
             await self._backlog_fell.wait()
 
     async def wait_for_backlog(self) -> None:
-        """Waits until at most JOURNAL_BACKLOG_BYTES wait for the journal."""
-        while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:  # else durable tasks are rejected
+        """Waits until at most JOURNAL_BACKLOG_BYTES wait for the journal. While the journal is full, returns at once:
+        durable tasks are rejected then.
+        """
+        while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 

@@ -11,7 +11,7 @@ from multigpu_master.core.model import Lease, Task, Worker
 
 # How many of a job's newest events are searched for metrics. Most events have metrics.
 EVENTS_READ = 16
-FLOAT_END = 1 << 1023  # a float can hold all integers below
+FLOAT_END = 1 << 1023  # float() of a smaller integer does not overflow
 
 
 def running_jobs(workers: Iterable[Worker]) -> list[Lease]:

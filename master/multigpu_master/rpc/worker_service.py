@@ -36,16 +36,17 @@ from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus the recently reported leases
-# that a hello may list.
+# Limit on leases in one frame: twice the worker's window, of which at most WINDOW_TASKS_MAX count, plus REPORTED_MAX
+# recently reported leases, which a hello may list.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
     "host lost power, that session ends within session_timeout_s"
 )
 PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
-# While more than this and twice the worker's window waits to be sent, its frames are not read: the session of a worker
-# that does not read times out. A heartbeat may cause revocations that have more bytes than it.
+# A worker's frames are not read while more waits to be sent to it than UNSENT_BYTES plus twice its window (at most
+# UNSENT_WINDOWS_BYTES_MAX), because each heartbeat may cause revocations that have more bytes than the heartbeat. So
+# the session of a worker that reads nothing times out.
 UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
 LEASES_IN_FRAME = "leases in one frame of a worker's session"
 log = structlog.get_logger()

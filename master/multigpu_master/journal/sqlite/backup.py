@@ -219,7 +219,7 @@ def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]],
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
     for table, key in rows:
-        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # one of ours
+        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # `table`: from JournalReads.lost
     for setting in settings:
         writer.execute("DELETE FROM setting WHERE CAST(key AS BLOB) = ?", (setting,))
     ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()

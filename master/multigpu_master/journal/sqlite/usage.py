@@ -40,8 +40,8 @@ def delete_old(writer: sqlite3.Connection, now_s: float) -> bool:
 
 
 def select(begin_s: float, end_s: float, group_by: Sequence[str], queues: str | None) -> tuple[str, Sequence[Any]]:
-    """Returns the statement for the sums of the intervals from begin_s to end_s. `group_by`: fields of UsageKey.
-    `queues`: the queues that the caller may see, as a JSON list; None: all.
+    """Returns the statement for the sums of all intervals that overlap the time from begin_s to end_s. `group_by`:
+    fields of UsageKey. `queues`: the queues that the caller may see, as a JSON list; None: all.
     """
     columns = [name if name in group_by else "''" for name in UsageKey._fields]
     sums = ", ".join(f"sum({name})" for name in _SUMS)
