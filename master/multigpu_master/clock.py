@@ -18,7 +18,9 @@ class Clock:
         self._offset_s = wall() - monotonic()
 
     def begin(self, newest_s: float) -> None:
-        """Moves the clock to `newest_s`, the journal's newest time, if that is later. Call it before `now` is used."""
+        """Moves the clock to `newest_s`, the journal's newest time, if that is later. Call it before the core or the
+        retention use `now`. (The journal has computed its epoch by then, from the host's time.)
+        """
         self._offset_s = max(self._offset_s, newest_s - self._monotonic())
 
     def now(self) -> float:

@@ -1,8 +1,9 @@
 """The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
 All of it runs in the event loop's thread. It never waits for a write to the disk: entries for the journal go to
-write_buffer.py, and dispatch does not wait for them; of the outcomes, only cancellations do (see `is_cancelled`). It
-does read request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
+write_buffer.py, and dispatch does not wait for them. Of the outcomes, those of cancelled durable tasks wait for their
+write before they are sent (see `is_cancelled`); while the disk is full, those of all durable tasks do. The driver does
+read request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.core.spec import Spec
 from multigpu_master.errors import CallError, ExhaustedError, JournalError, JournalFullError
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import LargeBody, Recovered, SettledTask
+from multigpu_master.journal.protocol import Entry, LargeBody, Recovered, SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.outbox import Outbox
 from multigpu_master.telemetry.history import History
@@ -36,7 +37,7 @@ from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.tasks import fill_rejection
 from multigpu_master.worker_streams import WorkerStreams
-from multigpu_master.write_buffer import DURABLE_S, Done, WriteBuffer, tell
+from multigpu_master.write_buffer import DURABLE_S, Done, WriteBuffer, set_result_of
 
 log = structlog.get_logger()
 
@@ -48,8 +49,9 @@ Ended = tuple[Task, bytes | LargeBody]
 
 
 def is_cancelled(task: Task) -> bool:
-    """Whether the task was cancelled. Such an outcome is sent once it is on the disk, because it promises that the task
-    does not run. Other outcomes are sent at once, unless the disk is full.
+    """Whether the task was cancelled. Of a durable task, this outcome is sent once it is on the disk, because it
+    promises that the task does not run. Other outcomes of durable tasks are sent at once, unless the disk is full;
+    those of ephemeral tasks always are.
     """
     return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
 
@@ -93,7 +95,7 @@ class ChangeEvents:
     commits: asyncio.Event = field(default_factory=asyncio.Event)
     workers: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def committed(self) -> None:
+    def outcomes_committed(self) -> None:
         self.commits.set()
         self.commits = asyncio.Event()
 
@@ -114,6 +116,7 @@ class Driver:
         now: Callable[[], float],
         stream_bytes_max: int,
         on_fatal: Callable[[str], None],
+        on_worker_changed: Callable[[ev.WorkerChanged], None],
     ) -> None:
         self._stream_bytes_max = stream_bytes_max
         self.core = core
@@ -125,8 +128,9 @@ class Driver:
         self.changes = ChangeEvents()
         self._on_fatal = on_fatal
         self._broken = False
-        self.write_buffer = WriteBuffer(journal, self.handle, self.changes.committed, on_fatal, recovered.last_cursor)
-        self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
+        self.write_buffer = WriteBuffer(
+            journal, self.handle, self.changes.outcomes_committed, on_fatal, recovered.last_cursor
+        )
         self._loop = asyncio.get_running_loop()
         self.now = now
         self._streams: dict[int, RunOutbox] = {}
@@ -141,8 +145,8 @@ class Driver:
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
-        self._carry_out: dict[type, Callable[..., None]] = {
-            ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: self._worker_changed,
+        self._executors: dict[type, Callable[..., None]] = {
+            ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: on_worker_changed,
             ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids,
             ev.RejectUnwritten: self._reject_unwritten, ev.Dispatch: self.workers.dispatch,
             ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
@@ -158,12 +162,13 @@ class Driver:
                 self.requeued_before = self.core.ledger.counters.requeued
                 final: Sequence[int] = ()
                 if self._waiters and isinstance(event, (ev.SettlesCommitted, ev.SubmitFailed)):
-                    final = [task.task_id for task in event.tasks]  # before the core sets those of failed submits to 0
+                    # Read now: on SubmitFailed the core sets the task_ids of unsettled tasks to 0.
+                    final = [task.task_id for task in event.tasks]
                 commands = self.core.handle(event, self.now())
                 for command in commands:
-                    carry_out = self._carry_out.get(type(command))
-                    if carry_out is not None:
-                        carry_out(command)
+                    execute = self._executors.get(type(command))
+                    if execute is not None:
+                        execute(command)
                 for task_id in final:
                     self._wake(task_id)
                 self._arm_timer()
@@ -180,7 +185,8 @@ class Driver:
 
     def _arm_timer(self) -> None:
         due_s = self.core.next_timer_s()
-        if due_s is None or self.workers.stopping:  # workers that can't be heard any more would be taken for lost
+        # While the master stops, it ends the workers' streams: a timer would take the workers for lost.
+        if due_s is None or self.workers.stopping:
             return
         if self._timer is not None:
             if self._timer_due_s <= due_s + 0.001:
@@ -257,7 +263,7 @@ class Driver:
         both changes; a Rejection if the core or the journal rejected them.
         """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        answer = self.submit(spec, [task], 0, tell(future), {task.request_id: replaces})[0]
+        answer = self.submit(spec, [task], 0, set_result_of(future), {task.request_id: replaces})[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
@@ -289,20 +295,20 @@ class Driver:
             if error is None:  # else the master is stopping
                 self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
-        self.write_buffer.begin_epoch(epoch, begun)
+        self.write_buffer.append(Entry(epoch=epoch), begun)
 
     def _settled(self, command: ev.Settled) -> None:
         self.history.observe(command.tasks)
         write, writable = self.outcomes.write, self.write_buffer.writable
         at_once: list[tuple[Task, Sequence[int], bytes | LargeBody]] = []
         durable: list[Ended] = []
-        later: list[Ended] = []
+        held: list[Ended] = []
         for task in command.tasks:
             ended = task, write(task)
             if task.spec.durable:
                 durable.append(ended)
                 if not writable or is_cancelled(task):
-                    later.append(ended)
+                    held.append(ended)
                     self._held_outcomes[task.task_id] = list(task.streams)
                     continue
             at_once.append((task, task.streams, ended[1]))
@@ -310,7 +316,7 @@ class Driver:
             self._send_outcomes(at_once)
         finally:  # outcomes go to the journal even if sending them fails
             if durable:
-                done = functools.partial(self._send_held, later) if later else None
+                done = functools.partial(self._send_held, held) if held else None
                 # Later in the loop: this event's leases go to the workers first.
                 self._loop.call_soon(self.write_buffer.settles, durable, self.now(), done)
 
@@ -334,8 +340,9 @@ class Driver:
         return streams is not None
 
     async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
-        """Cancels the unsettled tasks among these, and returns them. Raises JournalFullError if the disk is full, and
-        not all could be cancelled or some may not be durable; its message says how many are cancelled.
+        """Cancels the unsettled tasks among these, and returns them. Raises JournalFullError if, because the disk is
+        full, some tasks could not be cancelled, or a restart of the master may undo some cancellations; its message
+        says which of these, and how many tasks were not cancelled.
         """
         waiting, cancelled = deque(tasks), list[Task]()
         while waiting:
@@ -348,7 +355,8 @@ class Driver:
             cancelled += part
             await asyncio.sleep(0)  # other calls run meanwhile
             if not self.write_buffer.writable and not await self.wait_cancellations(part, DURABLE_S):
-                rest = sum([task.outcome is None for task in waiting])  # another program has used the room
+                # The disk became full since, or another program has used the room that cancellations_max found.
+                rest = sum([task.outcome is None for task in waiting])
                 message = _NOT_DURABLE_AND_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest)
                 raise JournalFullError(message if rest else NOT_DURABLE)
         return cancelled
@@ -375,7 +383,7 @@ class Driver:
                     if type(body) is bytes:
                         outbox.frame_for(len(body)).add_outcome(body)
                     else:
-                        self.add_large_outcome(outbox, body, task.request_id)
+                        self.add_outcome(outbox, body, task.request_id)
                     outbox.add_pending(-1)
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
@@ -399,9 +407,9 @@ class Driver:
     def _abort_unread(self, outbox: RunOutbox) -> None:
         outbox.abort(ExhaustedError("too many outcomes are unread; read faster, or submit less at once"))
 
-    def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
+    def add_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
         """Sends an outcome that may have a large result: as a reference if the client shares the directory, else as
-        bytes, or a rejection if the bytes cannot be read now.
+        bytes. If the bytes cannot be read now, sends a rejection; if they are lost, the outcome RESULT_MISSING.
         """
         if isinstance(body, LargeBody):
             tail = body.tail
@@ -439,11 +447,8 @@ class Driver:
             log.error("circuit breaker tripped", reason=command.message)
         else:
             log.info("circuit breaker reset")
-        self.write_buffer.remember(settings.breaker_setting(command.tripped_s))
+        self.write_buffer.append(Entry(settings=settings.breaker_setting(command.tripped_s)))
         self.changes.worker_changed()
-
-    def _worker_changed(self, command: ev.WorkerChanged) -> None:
-        self.on_worker_changed(command)
 
 
 def reject(outbox: RunOutbox, rejection: ev.Rejection, request_id: str) -> None:

@@ -44,7 +44,7 @@ from multigpu_master.wire.specs import SpecReader
 log = structlog.get_logger()
 T = TypeVar("T")
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_REJECTED, EXIT_LACKING = 1, 2, 3, 4
+EXIT_FAILED, EXIT_CONFIG, EXIT_NOT_DONE, EXIT_LACKING = 1, 2, 3, 4
 # Thread switches every 0.5 ms instead of 5: the journal's thread does short work while the event loop is busy.
 SWITCH_INTERVAL_S = 0.0005
 # systemd's watchdog is not notified while one operation of the journal takes longer than this.
@@ -59,12 +59,11 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     """The master daemon of multigpu: keeps the durable queue and dispatches tasks to workers.
 
     Exit codes: 0 stopped by a signal, 1 failed while running, 2 a wrong setting, 3 did not start (the message says
-    why), 4 a backup lacks what was lost before it.
+    why), 4 a backup was made of a journal that had lost data before.
     """
     try:
-        config = load(MasterConfig, file=config_file, flags=flags).config
+        config = _configure_logging(config_file, flags)
         telemetry = load(TelemetryConfig, file=config_file).config
-        configure_logging(config.log_level, config.log_format)
         configure_tracing(telemetry, {"service.name": "mgpu-master", "service.version": VERSION})
     except ConfigError as error:
         click.echo(f"mgpu-master: {error}", err=True)
@@ -75,10 +74,10 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _use_few_arenas()
     try:
-        code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
+        code = uvloop.run(_serve(config, telemetry, lambda: _configure_logging(config_file, flags)))
     except StartError as error:
         click.echo(f"mgpu-master: {error}", err=True)
-        code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_REJECTED
+        code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_NOT_DONE
     shut_down_tracing()
     sys.stderr.flush()
     # Do not wait for threads that are left, such as gRPC's poller or one that waits for a slow disk.
@@ -113,7 +112,7 @@ def backup(data_dir: Path, target: Path) -> None:
 @click.pass_obj
 def salvage(data_dir: Path) -> None:
     """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
-    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, settings.damage)))
+    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, settings.damage_of)))
     for line in gone:
         click.echo(f"gone: {line}")
     _or_exit(lambda: _try_journal(data_dir))
@@ -121,13 +120,15 @@ def salvage(data_dir: Path) -> None:
 
 
 def _try_journal(data_dir: Path) -> None:
-    """Reads all that a master needs when it starts. Raises JournalError if it can't start."""
+    """Opens the journal as a master does when it starts, which begins an incarnation. Reads all settings and tasks, and
+    closes the journal. Raises JournalError if a master can't start.
+    """
     journal = SqliteJournal(data_dir, size_max_bytes=MasterConfig().journal_bytes_max)
     recovered = journal.open(lambda *_commit: None)
     try:
         specs = SpecReader()
         for key, value in recovered.settings.items():
-            if damage := settings.damage(key, value):
+            if damage := settings.damage_of(key, value):
                 raise JournalError(f"The setting {key!r} is damaged: {damage}.")
         for task in recovered.tasks:
             specs.restore(task.spec)
@@ -140,16 +141,19 @@ def _or_exit(work: Callable[[], T]) -> T:
         return work()
     except (OSError, sqlite3.Error, JournalError) as error:
         click.echo(f"mgpu-master: {error}", err=True)
-        sys.exit(EXIT_REJECTED)
+        sys.exit(EXIT_NOT_DONE)
 
 
-def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
-    """Loads and applies the log level and format. Raises ConfigError if the settings have become invalid."""
+def _configure_logging(config_file: str | None, flags: dict[str, Any]) -> MasterConfig:
+    """Loads the settings, applies the log level and format, and returns the settings. Raises ConfigError if they are
+    invalid.
+    """
     config = load(MasterConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)
+    return config
 
 
-async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_level: Callable[[], None]) -> int:
+async def _serve(config: MasterConfig, telemetry: TelemetryConfig, reload_logging: Callable[[], object]) -> int:
     systemd, descriptors = Notifier(), raise_descriptor_limit()
     clock = Clock()
     journal = SqliteJournal(config.data_dir, now=clock.now, size_max_bytes=config.journal_bytes_max)
@@ -157,7 +161,7 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_leve
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, master.stop_requested.set)
-    loop.add_signal_handler(signal.SIGHUP, systemd.reload, load_log_level, master.reload)
+    loop.add_signal_handler(signal.SIGHUP, systemd.reload, reload_logging, master.reload)
     await master.start()
     systemd.ready(_status(master))
     notifying = asyncio.create_task(

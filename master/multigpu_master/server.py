@@ -160,9 +160,9 @@ class Master:
         config = self.config
         specs = SpecReader(config.result_ttl_max_s, self._clock.skew)
         driver = self.driver = Driver(
-            core, self.journal, recovered, specs, self._clock.now, config.stream_bytes_max, self._die
-        )
-        driver.on_worker_changed = self._worker_changed
+            core, self.journal, recovered, specs, self._clock.now, config.stream_bytes_max, self._die,
+            self._worker_changed,
+        )  # fmt: skip
         self._worker_log = WorkerLog(driver)
         self._intake = Intake(driver, config.payload_bytes_max)
         return driver
@@ -254,7 +254,7 @@ class Master:
             self._worker_log.changed(worker)
         if change.save:
             setting = settings.worker_setting(worker)
-            driver.write_buffer.remember(dict.fromkeys(setting) if change.gone else setting)
+            driver.write_buffer.append(Entry(settings=dict.fromkeys(setting) if change.gone else setting))
         state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
         self._health.set(
             HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
@@ -291,7 +291,9 @@ class Master:
         self._health.stop()
         self.driver.usage.stop()
         if self.fatal is None:
-            await asyncio.wait([asyncio.ensure_future(self.driver.write_buffer.all_durable())], timeout=timeout_s / 4)
+            await asyncio.wait(
+                [asyncio.ensure_future(self.driver.write_buffer.flush_and_wait())], timeout=timeout_s / 4
+            )
         self.driver.stop()
         # Streams do not end by themselves: their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 4))

@@ -29,7 +29,7 @@ Handle = Callable[[ev.Event], object]
 
 
 def queue_setting(queue: Queue) -> dict[str, bytes | None]:
-    """The setting of a queue; None removes it, if the queue has no rules."""
+    """The setting of a queue. If the queue has no rules, the value is None, which deletes the setting."""
     rules = {
         "paused": queue.paused,
         "strategy": queue.strategy,
@@ -57,7 +57,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
 
 
 def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
-    """The setting of the circuit breaker; None removes it, unless the breaker has tripped."""
+    """The setting of the circuit breaker. If it has not tripped, the value is None, which deletes the setting."""
     return {BREAKER: json.dumps({"tripped_s": tripped_s}).encode() if tripped_s else None}
 
 
@@ -92,7 +92,7 @@ class _EveryName:
         return True
 
 
-def damage(key: str, value: bytes) -> str:
+def damage_of(key: str, value: bytes) -> str:
     """Returns why no master starts with this setting, or "" if one does."""
     try:
         restore(lambda _event: None, _EveryName(), {key: value})
@@ -117,7 +117,8 @@ def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules:
 
 
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
-    # In journals of schema version 2: a hello with other fields in place of the device, which comes with the worker.
+    # Journals of schema version 2 call it `info`. Its fields of the device have other names and are ignored: the worker
+    # reports its device again when it connects.
     hello = fields["hello"] if "hello" in fields else fields["info"]
     return ev.RegisterWorker(
         worker_info(json_format.ParseDict(hello, worker_service_pb2.Hello(), ignore_unknown_fields=True)),

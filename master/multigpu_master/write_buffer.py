@@ -1,9 +1,9 @@
 """Buffers entries for the journal's thread, and calls back when they are durable.
 
-An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks of
-which nobody is told before they end are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only
-their outcome is written. An entry that is reported as durable is written after all entries that were accepted before
-it; on a full disk, small cancellations overtake outcomes.
+An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks whose
+client wants no acceptance, only the outcome, are deferred for up to DEFER_S, in memory: most of them settle meanwhile,
+and only their outcome is written. An entry that is reported as durable is written after all entries that were accepted
+before it; on a full disk, small cancellations overtake outcomes.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import structlog
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.errors import JournalError, JournalFullError
-from multigpu_master.journal.protocol import Entry, LargeBody, UsageRecord
+from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.wire import payloads as payload_messages
@@ -33,8 +33,8 @@ LINGER_BYTES_MAX = 256 << 10
 ENTRY_BYTES_MAX = 256 << 10
 # How long an entry waits for others. Each transaction makes the event loop wait for Python's global lock (GIL).
 LINGER_S = 0.02
-# Deferred tasks are written after half of this time or more; earlier only if `flush` is called or another entry is
-# reported.
+# Deferred tasks are written after half of this time to all of it; earlier if `flush` is called, or an entry with a
+# `done` callback is passed to the journal.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
 # A call waits for at most this long until its changes are on the disk, which may be full.
@@ -46,7 +46,7 @@ TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 Done = Callable[[JournalError | None], None]
 
 
-def tell(future: asyncio.Future[JournalError | None]) -> Done:
+def set_result_of(future: asyncio.Future[JournalError | None]) -> Done:
     """A callback that sets the future's result, unless the call that awaits it was cancelled."""
 
     def done(error: JournalError | None) -> None:
@@ -73,7 +73,7 @@ class _Pending:
     """An entry that is not committed yet, and its callback."""
 
     entry: Entry
-    size: int  # bytes of payloads and results in memory; shared files are not written
+    size: int  # bytes of its payloads and results, without those in shared files, which the journal does not write
     submitted: Sequence[Task] = ()
     replaced: Sequence[tuple[int, int]] = ()  # submitted task_ids, and the dead letters that they replace
     settled: Sequence[Task] = ()
@@ -81,15 +81,15 @@ class _Pending:
 
 
 class WriteBuffer:
-    """`handle` feeds an event to the core, `committed` is called when outcomes are durable, and `on_fatal` once,
-    with the reason, when the master can't go on.
+    """`handle` feeds an event to the core, `on_outcomes_committed` is called when outcomes are durable, and `on_fatal`
+    once, with the reason, when the master can't go on.
     """
 
     def __init__(
         self,
         journal: SqliteJournal,
         handle: Callable[[ev.Event], object],
-        committed: Callable[[], None],
+        on_outcomes_committed: Callable[[], None],
         on_fatal: Callable[[str], None],
         last_cursor: int = 0,
     ) -> None:
@@ -97,7 +97,7 @@ class WriteBuffer:
         self.last_cursor = last_cursor  # of the newest outcome whose task the core has forgotten
         self._journal = journal
         self._handle = handle
-        self._on_outcomes = committed
+        self._on_outcomes_committed = on_outcomes_committed
         self._on_fatal = on_fatal
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
@@ -120,15 +120,13 @@ class WriteBuffer:
         """Writes tasks that the core has accepted. `replaced`: pairs of a task_id and the dead letter that is deleted
         in the same transaction. `done` is called when the tasks are durable or rejected.
         """
-        pending = _Pending(Entry(), _own_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
+        pending = _Pending(Entry(), _inline_payload_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
         self._append(pending, urgent=urgent)
 
     def defer(self, fresh: Sequence[Task]) -> None:
-        """Writes tasks that the core has accepted, and of which nobody is told before they end, unless they settle
-        soon.
-        """
+        """Writes tasks that the core has accepted, and whose acceptance is not sent, unless they settle soon."""
         self._deferred.update([(task.task_id, task) for task in fresh])
-        self._deferred_bytes += _own_bytes(fresh)
+        self._deferred_bytes += _inline_payload_bytes(fresh)
         if self._deferred_bytes > DEFERRED_BYTES_MAX:
             self.flush()
         elif self._deferral_timer is None:
@@ -154,7 +152,7 @@ class WriteBuffer:
         self._deferred_before, self._deferred = {}, {}
         if not tasks:
             return
-        pending = _Pending(Entry(), _own_bytes(tasks), submitted=tasks)
+        pending = _Pending(Entry(), _inline_payload_bytes(tasks), submitted=tasks)
         self._deferred_bytes -= pending.size
         self._pending[id(pending.entry)] = pending
         self._pending_bytes += pending.size
@@ -180,12 +178,12 @@ class WriteBuffer:
         pending = _Pending(Entry(settles=records), payload_messages.memory_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
 
-    async def written(self, task: Task) -> None:
+    async def wait_written(self, task: Task) -> None:
         """Returns when a task that the core has accepted is durable or rejected, or after DURABLE_S."""
         if task.spec.durable:
             future: asyncio.Future[JournalError | None] = self._loop.create_future()
             await asyncio.sleep(0)  # lets the scheduled callback append its entry
-            self._append(_Pending(Entry(), 0, done=tell(future)), urgent=True)
+            self.append(Entry(), set_result_of(future))
             await asyncio.wait([future], timeout=DURABLE_S)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
@@ -193,32 +191,23 @@ class WriteBuffer:
         on the disk after DURABLE_S.
         """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        self.remember(settings, tell(future), deleted_dead_letters)
+        self.append(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), set_result_of(future))
         await asyncio.wait([future], timeout=DURABLE_S)
         error = future.result() if future.done() else JournalFullError("the disk may be full; free space on it")
         if error is not None:
             raise error
 
-    def remember(
-        self, settings: dict[str, bytes | None], done: Done | None = None, deleted_dead_letters: Sequence[int] = ()
-    ) -> None:
-        """Writes settings soon."""
-        entry = Entry(settings=settings, deleted_dead_letters=deleted_dead_letters)
-        self._append(_Pending(entry, 0, done=done), urgent=True)
-
-    def add_usage(self, records: Sequence[UsageRecord], done: Done | None = None) -> None:
-        """Adds to the recorded usage."""
-        self._append(_Pending(Entry(usage=records), 0, done=done), urgent=done is not None)
+    def append(self, entry: Entry, done: Done | None = None, *, urgent: bool = True) -> None:
+        """Writes an entry without submits and settles. `done` is called when the entry is durable or rejected.
+        `urgent`: the entry does not stay here for LINGER_S.
+        """
+        self._append(_Pending(entry, 0, done=done), urgent=urgent)
 
     def cancellations_max(self) -> int:
         """How many cancellations of tasks without log and outputs fit on the disk now."""
         if self.writable:
             return sys.maxsize
         return max(0, self._journal.free_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
-
-    def begin_epoch(self, epoch: int, done: Done) -> None:
-        """Writes the epoch of the ids that are issued next."""
-        self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
 
     def perhaps_known(self, request_ids: Sequence[str]) -> list[str]:
         """The requests among these that the journal may know."""
@@ -237,7 +226,7 @@ class WriteBuffer:
         if self._lingering_bytes > LINGER_BYTES_MAX:
             self._hand_over()
         elif urgent:
-            self._loop.call_soon(self._hand_over)  # with further entries of the same call
+            self._loop.call_soon(self._hand_over)  # in the loop's next round: entries of this round share a transaction
         elif self._linger_timer is None:
             self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)
 
@@ -249,7 +238,7 @@ class WriteBuffer:
         if not self._lingering:
             return
         if any(pending.done is not None for pending in self._lingering):
-            self._end_deferrals()  # clients may learn of deferred tasks from the reports: write those first
+            self._end_deferrals()  # when `done` is called, a client may learn of a deferred task: write it first
         lingering, self._lingering = self._lingering, []
         self._lingering_bytes = 0
         settles = {task.task_id: pending.entry for pending in lingering for task in pending.settled}
@@ -272,10 +261,10 @@ class WriteBuffer:
             for task in settled:
                 if deferred.pop(task.task_id, None) is not None:
                     unwritten.add(task.task_id)
-                    self._deferred_bytes -= _own_bytes((task,))
+                    self._deferred_bytes -= _inline_payload_bytes((task,))
         return unwritten
 
-    async def all_durable(self) -> None:
+    async def flush_and_wait(self) -> None:
         """Waits until every entry is committed or rejected."""
         await asyncio.sleep(0)  # lets scheduled callbacks append their entries
         self.flush()
@@ -284,9 +273,11 @@ class WriteBuffer:
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 
-    async def room(self) -> None:
-        """Waits until at most JOURNAL_BACKLOG_BYTES wait for the journal."""
-        while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:  # else durable tasks are rejected
+    async def wait_for_backlog(self) -> None:
+        """Waits until at most JOURNAL_BACKLOG_BYTES wait for the journal. While the journal is full, returns at once:
+        durable tasks are rejected then.
+        """
+        while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
 
@@ -310,7 +301,7 @@ class WriteBuffer:
             if error is None:
                 self.last_cursor = first_cursor + sum([len(entry.settles) for entry in entries]) - 1
             self._handle(ev.SettlesCommitted(settled))
-            self._on_outcomes()
+            self._on_outcomes_committed()
         self._backlog_fell.set()
 
     def _set_writable(self, error: JournalError | None) -> None:
@@ -321,6 +312,6 @@ class WriteBuffer:
         self.writable = error is None
 
 
-def _own_bytes(tasks: Iterable[Task]) -> int:
+def _inline_payload_bytes(tasks: Iterable[Task]) -> int:
     """The bytes of the payloads in memory, without those in shared files."""
     return sum([len(task.payload) for task in tasks if type(task.payload) is bytes])

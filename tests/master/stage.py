@@ -35,7 +35,10 @@ class Stage:
         core = Core(load_strategies(), Limits(), first_id(recovered.epoch), lambda: 0.0)
         specs = wire_specs.SpecReader()
         assert not list(recovered.tasks)
-        self.driver = Driver(core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append)
+        self.driver = Driver(
+            core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append,
+            lambda _change: None,
+        )  # fmt: skip
         self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
         self.driver.workers.open(1, "p")
         self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
@@ -53,7 +56,7 @@ class Stage:
 
     async def durable(self) -> None:
         async with asyncio.timeout(120):
-            await self.driver.write_buffer.all_durable()
+            await self.driver.write_buffer.flush_and_wait()
 
 
 def leases_of(tasks: list[Task]) -> list[Lease]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.write_buffer import WriteBuffer, tell
+from multigpu_master.write_buffer import WriteBuffer, set_result_of
 
 from tests.fleet import Fleet
 
@@ -17,15 +17,17 @@ async def test_a_submit_is_acknowledged_after_another_in_its_transaction_was_can
     loop = asyncio.get_running_loop()
     fatal: list[str] = []
     journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
-    write_buffer = WriteBuffer(journal, handle=lambda _: None, committed=lambda: None, on_fatal=fatal.append)
+    write_buffer = WriteBuffer(
+        journal, handle=lambda _: None, on_outcomes_committed=lambda: None, on_fatal=fatal.append
+    )
     journal.open(lambda *commit: loop.call_soon_threadsafe(write_buffer.handle_commit, *commit))
     gone: asyncio.Future[JournalError | None] = loop.create_future()
     waiting: asyncio.Future[JournalError | None] = loop.create_future()
     for future in (gone, waiting):  # not urgent: they go to the disk together
-        write_buffer.submits([], tell(future), (), False)
+        write_buffer.submits([], set_result_of(future), (), False)
     gone.cancel()
     assert await asyncio.wait_for(waiting, 120) is None
-    await asyncio.wait_for(write_buffer.all_durable(), 120)
+    await asyncio.wait_for(write_buffer.flush_and_wait(), 120)
     assert not fatal
     await asyncio.to_thread(journal.close, 10)
 

@@ -29,7 +29,7 @@ from multigpu_master.errors import (
     PreconditionError,
 )
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import OutcomeFilter
+from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.outbox import FRAME_BYTES
@@ -563,7 +563,9 @@ async def test_a_call_for_models_writes_no_older_settings_of_workers(
 ) -> None:
     """It kept settings while other calls ran, and undid their cordons on the disk."""
     driver = stage.driver
-    driver.on_worker_changed = lambda change: driver.write_buffer.remember(worker_setting(change.worker))
+    driver._executors[ev.WorkerChanged] = lambda change: driver.write_buffer.append(
+        Entry(settings=worker_setting(change.worker))
+    )
 
     async def with_a_cordon(events: Sequence[ev.Event]) -> AsyncIterator[ev.Event]:
         for event in events:

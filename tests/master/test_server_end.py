@@ -73,7 +73,7 @@ async def test_outcomes_that_are_delivered_during_a_stop_are_in_the_journal(
     stream, outbox = driver.open_stream()
     task = Task(driver.specs.read(task_pb2.TaskSpec(kind="echo")), "late", b"payload", submit_s=driver.now())
     driver.submit(task.spec, [task], stream, lambda _error: None)
-    await driver.write_buffer.all_durable()
+    await driver.write_buffer.flush_and_wait()
 
     async def deliver_then_stop(grace_s: float) -> None:
         await stop(grace_s)

@@ -27,7 +27,7 @@ def test_fields_that_the_core_does_not_read_are_kept() -> None:
     message.remapped_rows.SetInParent()
     message.processes.add(pid=7, mps_client=True)
     message.sample_time.FromSeconds(1000)
-    parsed = wire_devices.telemetry(device_pb2.DeviceTelemetry.FromString(message.SerializeToString()))
+    parsed = wire_devices.telemetry_of(device_pb2.DeviceTelemetry.FromString(message.SerializeToString()))
     assert (parsed.sample_s, parsed.memory_total_bytes) == (1000.0, 100)
     assert (parsed.memory_used_bytes, parsed.utilization) == (0, None)
     worker = Worker(WorkerInfo(worker_id="w"), session=1, telemetry=parsed)
@@ -43,7 +43,7 @@ def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str
         setattr(message, field, 1)
     message.remapped_rows.correctable = 1
     info = WorkerInfo(worker_id="w", device_id=device_id)
-    worker = Worker(info, session=1, telemetry=wire_devices.telemetry(message), health=Health(state=state))
+    worker = Worker(info, session=1, telemetry=wire_devices.telemetry_of(message), health=Health(state=state))
 
     def samples() -> list[Sample]:
         every = device_metrics(snapshots([worker]))
@@ -59,14 +59,16 @@ def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str
 
 def test_a_non_finite_number_is_absent() -> None:
     message = device_pb2.DeviceTelemetry(power_watts=math.nan, energy_joules=math.inf, sm_clock_hertz=1e9)
-    parsed = wire_devices.telemetry(message)
+    parsed = wire_devices.telemetry_of(message)
     assert parsed.power_watts is None
     assert wire_devices.telemetry_message(parsed) == device_pb2.DeviceTelemetry(sm_clock_hertz=1e9)
 
 
 def test_a_large_message_keeps_only_the_fields_of_the_core() -> None:
     processes = [device_pb2.DeviceProcess(pid=1 << 31, memory_used_bytes=1 << 40)] * 10_000
-    parsed = wire_devices.telemetry(device_pb2.DeviceTelemetry(utilization=0.5, energy_joules=1.0, processes=processes))
+    parsed = wire_devices.telemetry_of(
+        device_pb2.DeviceTelemetry(utilization=0.5, energy_joules=1.0, processes=processes)
+    )
     assert wire_devices.telemetry_message(parsed) == device_pb2.DeviceTelemetry(utilization=0.5)
     oversized = device_pb2.Device(device_id="GPU-1", name="cuda:0", mig_device_ids=["MIG-" + "x" * 36] * 2000)
     hello = worker_service_pb2.Hello(worker_id="w", slots=1, device=oversized)
@@ -120,7 +122,7 @@ def test_several_devices_count_as_the_smallest_and_are_shown_as_they_are() -> No
     assert wire_workers.worker_message(worker).device == hello.device
     sample = device_pb2.DeviceTelemetry(memory_total_bytes=24, memory_used_bytes=10, memory_free_bytes=3)
     sample.members.add(power_watts=math.nan, memory_used_bytes=5)
-    worker.telemetry = wire_devices.telemetry(sample)
+    worker.telemetry = wire_devices.telemetry_of(sample)
     assert worker.memory_free_bytes() == 3
     (member,) = wire_devices.telemetry_message(worker.telemetry).members
     assert member == device_pb2.DeviceTelemetry(memory_used_bytes=5)

@@ -182,7 +182,7 @@ def test_the_name_of_the_file_is_synced_before_any_call_is_answered(
 ) -> None:
     """Also after a first line that was cut off by a full disk."""
     log, write, synced = audit.Audit(tmp_path), os.write, list[Path]()
-    monkeypatch.setattr(audit, "sync_directory", synced.append)
+    monkeypatch.setattr(audit, "sync", synced.append)
     with monkeypatch.context() as full:
         full.setattr(audit.os, "write", lambda descriptor, data: write(descriptor, data[:3]))  # type: ignore[attr-defined]
         with pytest.raises(OSError, match="No space"):

@@ -58,7 +58,7 @@ class Notifier:
         if about := self._about(status):
             self._send(*about)
 
-    def reload(self, *steps: Callable[[], None]) -> None:
+    def reload(self, *steps: Callable[[], object]) -> None:
         """A reload, for SIGHUP. An error of a step is logged, and what was before stays in force."""
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:

@@ -169,8 +169,9 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
     settled = [sample(getattr(c, state), outcome=state) for state in states]
     yield metric("mgpu_tasks_settled_total", "Settled tasks, by outcome.", *settled)
-    text = "Leases after which a task was requeued or became a dead letter: the worker was lost or returned the lease, "
-    text += "or the master revoked it. Without leases that came back uncharged for a recall, a model or a payload."
+    text = "Leases whose task was requeued or became a dead letter because the worker was lost or returned the lease, "
+    text += "or the master revoked it. Not counted: leases returned after a recall, for lack of room for the model, or "
+    text += "because the payload could not be read."
     yield metric("mgpu_leases_requeued_total", text, sample(c.requeued))
     yield metric("mgpu_reports_stale_total", "Reports that came too late to count.", sample(c.stale_reports))
     queues = list(core.ledger.queues.values())

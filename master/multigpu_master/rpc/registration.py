@@ -42,10 +42,10 @@ def add_service(
     handlers = {}
     for method in descriptor.methods:
         name, request_type = f"{descriptor.name}/{method.name}", GetMessageClass(method.input_type)
-        serve = _serving(getattr(servicer, method.name), None if method.client_streaming else request_type)
+        serve = _with_request_parsed(getattr(servicer, method.name), None if method.client_streaming else request_type)
         # Inside authentication: rejected calls must not fill the audit log.
         serve = serve if audit is None else audit.wrap(serve, name, functools.partial(parse, request_type))
-        serve = serve if method.client_streaming else _reading(serve, name, read)
+        serve = serve if method.client_streaming else _with_request_read(serve, name, read)
         serve = serve if auth is None else auth.with_checks(serve, name)
         serialize = None if method.client_streaming else GetMessageClass(method.output_type).SerializeToString
         streams = method.server_streaming or read is not None
@@ -72,7 +72,7 @@ class Reflection:
             yield parse(reflection_pb2.ServerReflectionRequest, data)
 
 
-def _reading(serve: Serve, name: str, read: Read | None) -> Serve:
+def _with_request_read(serve: Serve, name: str, read: Read | None) -> Serve:
     """Reads the one request from the stream."""
 
     async def reading(_requests: object, context: Any) -> Any:
@@ -84,7 +84,7 @@ def _reading(serve: Serve, name: str, read: Read | None) -> Serve:
     return reading
 
 
-def _serving(implementation: Callable[..., Awaitable[Any]], request_type: Any | None) -> Serve:
+def _with_request_parsed(implementation: Callable[..., Awaitable[Any]], request_type: Any | None) -> Serve:
     """Parses the request. `request_type`: None for a stream of requests, which the implementation reads itself."""
 
     async def serving(data: bytes, context: Any) -> Any:

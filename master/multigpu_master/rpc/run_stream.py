@@ -77,7 +77,7 @@ class RunStream:
         # Backpressure: read no more from a client that does not read, or submits faster than the disk writes.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.wait_below(self._half_full_bytes)
-        await self._driver.write_buffer.room()
+        await self._driver.write_buffer.wait_for_backlog()
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
         """Raises InvalidArgumentError if the frame is too large or has a wrong key."""
@@ -216,7 +216,7 @@ class RunStream:
         for task in ended:
             if isinstance(task, Task):
                 await outbox.wait_below(self._half_full_bytes)
-                self._driver.add_large_outcome(outbox, self._driver.outcomes.write(task), task.request_id)
+                self._driver.add_outcome(outbox, self._driver.outcomes.write(task), task.request_id)
         stored = [task for task in ended if isinstance(task, SettledTask)]
         while stored:
             await outbox.wait_below(self._half_full_bytes)

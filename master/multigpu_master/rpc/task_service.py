@@ -29,7 +29,7 @@ from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
 from multigpu_master.wire.tasks import fill_rejection, request_ids_of, spec_message
 from multigpu_master.wire.times import seconds_of
-from multigpu_master.write_buffer import DURABLE_S, tell
+from multigpu_master.write_buffer import DURABLE_S, set_result_of
 
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024
@@ -70,14 +70,14 @@ class TaskService:
             "tasks in one Submit",
             "send several",
         )
-        await self._driver.write_buffer.room()
+        await self._driver.write_buffer.wait_for_backlog()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         submitted: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
         async for batch in queries.pausing(request.batches):
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = request_ids_of(batch)
-            answers = self._intake.submit(batch, request_ids, 0, tell(durable))
+            answers = self._intake.submit(batch, request_ids, 0, set_result_of(durable))
             submitted.append((request_ids, answers, durable))
         for request_ids, answers, durable in submitted:
             error = await durable
@@ -156,7 +156,7 @@ class TaskService:
         if not queries.may_see(found):
             found = None
         if isinstance(found, Task) and found.outcome is None and self._driver.now() - found.submit_s < YOUNG_S:
-            await self._driver.write_buffer.written(found)
+            await self._driver.write_buffer.wait_written(found)
             if not found.task_id:  # the journal has rejected it
                 found = None
             elif found.spec.durable and self._driver.core.ledger.tasks.get(found.task_id) is not found:

@@ -36,18 +36,19 @@ from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus the recently reported leases
-# that a hello may list.
+# Limit on leases in one frame: twice the worker's window, of which at most WINDOW_TASKS_MAX count, plus REPORTED_MAX
+# recently reported leases, which a hello may list.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
     "host lost power, that session ends within session_timeout_s"
 )
 PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
-# While more than this and twice the worker's window waits to be sent, its frames are not read: the session of a worker
-# that does not read times out. A heartbeat may cause revocations that have more bytes than it.
+# A worker's frames are not read while more waits to be sent to it than UNSENT_BYTES plus twice its window (at most
+# UNSENT_WINDOWS_BYTES_MAX), because each heartbeat may cause revocations that have more bytes than the heartbeat. So
+# the session of a worker that reads nothing times out.
 UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
-LEASES = "leases in one frame of a worker's session"
+LEASES_IN_FRAME = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
 
@@ -94,7 +95,7 @@ class WorkerService:
         info = self._check_hello(first)
         hello = first.hello
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
-        check_count(len(hello.leases), leases_max, LEASES)
+        check_count(len(hello.leases), leases_max, LEASES_IN_FRAME)
         check_count(len(hello.process), PROCESS_CHARS_MAX, "characters in process")
         if self._driver.workers.has_other_process(info.worker_id, hello.process):
             raise CallError(IN_USE.format(worker_id=info.worker_id), grpc.StatusCode.ALREADY_EXISTS)
@@ -184,14 +185,14 @@ class SessionReader:
             self._results_acknowledged = self._results_taken
             self._outbox.frame_for(16).message.results_taken = self._results_taken
         if frame.HasField("heartbeat"):
-            check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)
+            check_count(len(frame.heartbeat.leases), self._leases_max, LEASES_IN_FRAME)
             handle(heartbeat(frame.heartbeat, session))
 
     async def _read_reports(self, batches: Sequence[worker_service_pb2.ReportBatch]) -> None:
         count = len(batches)
         for batch in batches:
             count += len(batch.succeeded_lease_ids) + len(batch.reports)
-        check_count(count, self._leases_max, LEASES)
+        check_count(count, self._leases_max, LEASES_IN_FRAME)
         async for batch in queries.pausing(batches):
             start_s = seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0

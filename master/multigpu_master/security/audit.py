@@ -19,7 +19,7 @@ import structlog
 from google.protobuf import json_format
 
 from multigpu_master.errors import InvalidArgumentError, PreconditionError, call_error
-from multigpu_master.journal.sqlite.files import sync_directory
+from multigpu_master.journal.sqlite.files import sync
 from multigpu_master.security.auth import Serve, current_caller, is_administrative
 
 log = structlog.get_logger()
@@ -111,7 +111,7 @@ class Audit:
             with self._name_lock:  # no call is answered before the name of the file is synced
                 inode = os.fstat(descriptor).st_ino
                 if not size or inode != self._synced_inode:
-                    sync_directory(self.path.parent)
+                    sync(self.path.parent)
                     self._synced_inode = inode
         finally:
             os.close(descriptor)

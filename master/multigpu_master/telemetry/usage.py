@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 
 from multigpu_master.core.usage import Usage, Used
 from multigpu_master.errors import JournalError
-from multigpu_master.journal.protocol import USAGE_INTERVAL_S, UsageKey, UsageRecord
-from multigpu_master.write_buffer import Done, WriteBuffer, tell
+from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
+from multigpu_master.write_buffer import Done, WriteBuffer, set_result_of
 
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
@@ -47,7 +47,7 @@ class UsageLog:
     async def flush(self) -> None:
         """Writes the newest sums; returns when they are written, or after FLUSH_WAIT_S."""
         future: asyncio.Future[JournalError | None] = asyncio.get_running_loop().create_future()
-        self._flush(tell(future))
+        self._flush(set_result_of(future))
         await asyncio.wait([future], timeout=FLUSH_WAIT_S)
 
     def _flush(self, done: Done | None) -> None:
@@ -68,7 +68,8 @@ class UsageLog:
             sums.setdefault(kept, Used()).add(used)
             self.totals.setdefault(_kept(key, self.totals), Used()).add(used)
         if sums or done is not None:
-            self._write_buffer.add_usage([UsageRecord(begin_s, key, used) for key, used in sums.items()], done)
+            records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
+            self._write_buffer.append(Entry(usage=records), done, urgent=done is not None)
 
 
 def _kept(key: UsageKey, keys: Collection[UsageKey]) -> UsageKey:

@@ -20,7 +20,7 @@ REASONS_MAX, TEXT_CHARS_MAX = 16, 1 << 10
 _CORE_FIELDS = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
 
 
-def telemetry(message: device_pb2.DeviceTelemetry) -> Telemetry:
+def telemetry_of(message: device_pb2.DeviceTelemetry) -> Telemetry:
     """A device's sample. Changes the message."""
     sample_s = seconds_of(message.sample_time)
     values = _clean(message)
@@ -41,7 +41,7 @@ def device_wire(message: device_pb2.Device) -> bytes:
     return wire
 
 
-def cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *fields: str) -> bytes:
+def serialize_cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *fields: str) -> bytes:
     """The message, serialized, with these texts cut to TEXT_CHARS_MAX. Changes the message."""
     message.DiscardUnknownFields()
     for field in fields:
@@ -92,7 +92,7 @@ def energies(joules: list[float], method: int, uncertainty: float) -> list[Energ
     return [Energy(x, method, uncertainty) for x in joules]
 
 
-def health(m: device_pb2.DeviceHealth) -> Health:
+def health_of(m: device_pb2.DeviceHealth) -> Health:
     """A device's health. A state that this master does not know counts as SICK."""
     reasons = tuple(
         HealthReason(r.code[:TEXT_CHARS_MAX], r.message[:TEXT_CHARS_MAX], seconds_of(r.since_time))

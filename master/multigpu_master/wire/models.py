@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
-from multigpu._transport.names import MODELS_MAX
+from multigpu._transport.names import HELLO_BYTES_MAX, MODEL_BYTES_MAX, MODELS_MAX
 from multigpu.v1 import model_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -11,7 +11,7 @@ from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident
 from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire.times import seconds_of, set_time
-from multigpu_master.wire.validation import HELLO_BYTES_MAX, MODEL_BYTES_MAX, check_printable
+from multigpu_master.wire.validation import check_printable
 
 # Limit of the tasks that a slot runs together.
 CONCURRENCY_MAX = 1 << 20

@@ -30,7 +30,7 @@ class OutcomeWriter:
 
     def __init__(self) -> None:
         self._shared: tuple[object, ...] = ()
-        self._tail = b""
+        self._shared_bytes = b""
 
     def write(self, task: Task) -> bytes | LargeBody:
         """Returns the serialized Outcome of a settled task."""
@@ -41,7 +41,7 @@ class OutcomeWriter:
             task.attempts, o.worker_id, o.device_id, o.content_type, bool(o.result),
         )  # fmt: skip
         if shared != self._shared:
-            self._shared, self._tail = shared, _shared_part(task, o).SerializeToString()
+            self._shared, self._shared_bytes = shared, _shared_part(task, o).SerializeToString()
         own = task_pb2.Outcome()
         own.task_id = task.task_id
         if task.request_id:
@@ -60,15 +60,15 @@ class OutcomeWriter:
             own.energy.joules, method, own.energy.uncertainty = o.energy
             own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
         if not o.result:
-            return own.SerializeToString() + self._tail
+            return own.SerializeToString() + self._shared_bytes
         size = len(o.result)
         if payload_messages.may_have_large(size):
             return payload_messages.outcome_body(
-                own.SerializeToString(), self._tail, payload_messages.checked_value(o.result)
+                own.SerializeToString(), self._shared_bytes, payload_messages.checked_value(o.result)
             )
         assert isinstance(o.result, bytes), "references are large"
         head = _RESULT_HEADS[size] if size < len(_RESULT_HEADS) else _RESULT_TAG + varint(size)
-        return b"".join((own.SerializeToString(), head, o.result, self._tail))
+        return b"".join((own.SerializeToString(), head, o.result, self._shared_bytes))
 
 
 def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:

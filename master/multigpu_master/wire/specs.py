@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from google.protobuf.message import DecodeError
+from multigpu._transport.names import MODEL_BYTES_MAX
 from multigpu.v1 import task_pb2
 
 from multigpu_master.core.spec import Spec
 from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.wire.times import seconds_of
-from multigpu_master.wire.validation import ATTEMPTS_MAX, MODEL_BYTES_MAX, NAME_BYTES_MAX, check_printable, check_size
+from multigpu_master.wire.validation import ATTEMPTS_MAX, NAME_BYTES_MAX, check_printable, check_size
 
 PRIORITY_DEFAULT, ATTEMPTS_DEFAULT = 3, 3
 BACKOFF_INITIAL_S, BACKOFF_MAX_S = 0.1, 30.0

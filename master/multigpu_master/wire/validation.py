@@ -1,7 +1,5 @@
 """Checks of messages before the core gets them. An InvalidMessageError says what is wrong and what is allowed."""
 
-from multigpu._transport.names import HELLO_BYTES_MAX as HELLO_BYTES_MAX  # noqa: PLC0414
-from multigpu._transport.names import MODEL_BYTES_MAX as MODEL_BYTES_MAX  # noqa: PLC0414
 from multigpu._transport.names import UNPRINTABLE
 
 from multigpu_master.errors import InvalidMessageError

@@ -1,5 +1,6 @@
 """Workers: their hello and heartbeat for the core, and what operators see of them."""
 
+from multigpu._transport.names import HELLO_BYTES_MAX
 from multigpu.v1 import admin_service_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -9,7 +10,7 @@ from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire import devices, models
 from multigpu_master.wire.leases import held_lease
 from multigpu_master.wire.times import set_time
-from multigpu_master.wire.validation import HELLO_BYTES_MAX, NAME_BYTES_MAX, check_printable
+from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable
 
 # Fields with the same name in a hello, in WorkerInfo and in what operators see.
 _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "slots")
@@ -83,14 +84,14 @@ def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
         session,
         [held_lease(x) for x in m.leases],
         m.last_frame,
-        devices.telemetry(m.telemetry),
+        devices.telemetry_of(m.telemetry),
         models.residents(m),
         m.draining,
-        devices.health(m.health) if m.HasField("health") else HEALTHY,
+        devices.health_of(m.health) if m.HasField("health") else HEALTHY,
         EngineReport(
             embedding_cache=m.embedding_cache.SerializeToString() if m.HasField("embedding_cache") else None,
-            mps=devices.cut(m.mps, "message") if m.HasField("mps") else b"",
-            handlers=devices.cut(m.handlers, "version", "error") if m.HasField("handlers") else None,
+            mps=devices.serialize_cut(m.mps, "message") if m.HasField("mps") else b"",
+            handlers=devices.serialize_cut(m.handlers, "version", "error") if m.HasField("handlers") else None,
         ),
         models.catalog(m.catalog) if m.HasField("catalog") else None,
         m.occupied_slots,

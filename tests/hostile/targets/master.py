@@ -174,7 +174,7 @@ class LocalMaster:
         driver = self.master.driver
         core = driver.core
         driver.handle(ev.Cancel([t for t in core.ledger.tasks.values() if t.outcome is None]))
-        await driver.write_buffer.all_durable()
+        await driver.write_buffer.flush_and_wait()
         await asyncio.sleep(0)
         left = {
             "unsettled": core.ledger.unsettled,
@@ -230,7 +230,7 @@ class LocalMaster:
             await asyncio.sleep(0)
         driver.workers.close(session)
         driver.handle(ev.Cancel(leased))
-        await driver.write_buffer.all_durable()
+        await driver.write_buffer.flush_and_wait()
         stored = driver.journal.get_outcome(leased[0].task_id)
         if stored is None or stored.state != task_pb2.OUTCOME_STATE_CANCELLED:
             raise Crash(f"an outcome is no longer kept: {stored}")

@@ -22,7 +22,7 @@ from tests.fleet import Daemon, Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
 from tests.master.journal.journals import fill, mounted
 
-EXIT_REJECTED = 3
+EXIT_NOT_DONE = 3
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_journal_of_a_newer_multigpu_is_rejected_and_left_alone(tmp_path: Path
     subprocess.run([sys.executable, "-c", code, fleet.data_dir / "journal.sqlite3"], check=True)
     before = contents(fleet.data_dir)
     master = fleet.start_master(wait=False)
-    assert exit_code(master) == EXIT_REJECTED
+    assert exit_code(master) == EXIT_NOT_DONE
     assert "schema version 99" in master.log()
     assert "Traceback" not in master.log()
     assert contents(fleet.data_dir) == before
@@ -228,7 +228,7 @@ def test_a_second_master_is_rejected_and_names_the_first(tmp_path: Path) -> None
     with Fleet(tmp_path / "fleet", workers=0) as fleet:
         other = Fleet(tmp_path / "other", workers=0, data_dir=fleet.data_dir)
         second = other.start_master(wait=False)
-        assert exit_code(second) == EXIT_REJECTED
+        assert exit_code(second) == EXIT_NOT_DONE
         assert f"held by another master or by salvage (pid {fleet.master.pid} on {socket.gethostname()}" in second.log()
         assert "--data-dir" in second.log()
         assert fleet.stats().workers_active == 0
@@ -243,7 +243,7 @@ def test_a_port_in_use_is_rejected_with_the_remedy(tmp_path: Path) -> None:
         other = Fleet(tmp_path / "other", workers=0)
         other.address = fleet.address
         second = other.start_master(wait=False)
-        assert exit_code(second) == EXIT_REJECTED
+        assert exit_code(second) == EXIT_NOT_DONE
         assert "--listen" in second.log()
         assert "Traceback" not in second.log()
 
@@ -252,7 +252,7 @@ def test_a_data_dir_that_can_not_be_used_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     fleet = Fleet(tmp_path / "fleet", workers=0, data_dir=tmp_path / "file" / "data")
     master = fleet.start_master(wait=False)
-    assert exit_code(master) == EXIT_REJECTED
+    assert exit_code(master) == EXIT_NOT_DONE
     assert "directory" in master.log()
     assert "Traceback" not in master.log()
 

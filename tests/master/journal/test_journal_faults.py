@@ -60,7 +60,7 @@ def test_the_names_of_new_directories_are_synced_also_after_a_start_that_was_kil
         left[0] -= 1
         synced.update(parent.iterdir())
 
-    monkeypatch.setattr(journal_directory, "sync_directory", sync)
+    monkeypatch.setattr(journal_directory, "sync", sync)
     with contextlib.suppress(KeyboardInterrupt):
         journal_directory.make_directory(data_dir)
     left[0] = 100
@@ -79,7 +79,7 @@ def test_the_name_of_a_segment_is_synced_before_its_references_also_after_a_lack
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         synced.update(directory.iterdir())
 
-    monkeypatch.setattr(journal_segments, "sync_directory", sync)
+    monkeypatch.setattr(journal_segments, "sync", sync)
     with opened(tmp_path) as (journal, commits):
         reject(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))
         until(lambda: journal.writable)

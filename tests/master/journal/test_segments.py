@@ -39,7 +39,7 @@ def test_a_segment_is_deleted_though_the_next_one_could_not_be_made(
     def full(_directory: Path) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(segments, "sync_directory", full)
+    monkeypatch.setattr(segments, "sync", full)
     with pytest.raises(OSError, match="full"):
         own.put_payload(bytes(LARGE_BYTES))
     own.abandon()

@@ -68,9 +68,9 @@ class Journal:
         self.writable = True
         self.records: list[UsageRecord] = []
 
-    def add_usage(self, records: list[UsageRecord], done: object) -> None:
-        del done
-        self.records += records
+    def append(self, entry: Entry, done: object, *, urgent: bool) -> None:
+        del done, urgent
+        self.records += entry.usage
 
 
 def ended(usage: Usage, kind: str, device_s: float = 1.0) -> None:

@@ -196,5 +196,5 @@ async def test_a_task_without_a_payload_is_not_written_after_its_outcome(tmp_pat
     stage.write_buffer.defer([empty])
     stage.settle(empty)
     await until(lambda: stage.journal.get_outcome(1) is not None)
-    await stage.write_buffer.all_durable()
+    await stage.write_buffer.flush_and_wait()
     assert stage.close() == []

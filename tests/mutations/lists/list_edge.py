@@ -141,7 +141,7 @@ MESSAGES = (
     sessions("a worker of an older protocol joins", "if hello.protocol_version != PROTOCOL_VERSION:",
              "if hello.protocol_version > PROTOCOL_VERSION:", BAD_INPUT + "an_invalid_hello_is_rejected"),
     sessions("a heartbeat holds the event loop for seconds",
-             "check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)", "pass",
+             "check_count(len(frame.heartbeat.leases), self._leases_max, LEASES_IN_FRAME)", "pass",
              REGRESSIONS + "a_worker_lists_no_more_leases_than_it_can_hold"),
     admin("a connected worker is forgotten", "        if worker.session:\n            raise",
           "        if False:\n            raise", OPERATORS + "a_connected_or_unknown_worker_cannot_be_forgotten"),
@@ -192,11 +192,11 @@ TRANSPORT = (
     ),
     registration(
         "a request is read before the token is checked",
-        """        serve = serve if method.client_streaming else _reading(serve, name, read)
+        """        serve = serve if method.client_streaming else _with_request_read(serve, name, read)
         serve = serve if auth is None else auth.with_checks(serve, name)
 """,
         """        serve = serve if auth is None else auth.with_checks(serve, name)
-        serve = serve if method.client_streaming else _reading(serve, name, read)
+        serve = serve if method.client_streaming else _with_request_read(serve, name, read)
 """,
         HTTP2 + "a_message_without_a_token_is_not_read",
     ),

@@ -72,8 +72,8 @@ JOURNAL = (
     statements("a settled task is not deleted", "for record in settles if", "for record in settles[1:] if"),
     write_buffer(
         "P1: something that was acknowledged rests on a task that is lost",
-        "            self._end_deferrals()  # clients",
-        "            pass  # clients",
+        "            self._end_deferrals()  # when",
+        "            pass  # when",
         checker="pytest",
     ),
     write_buffer(

@@ -66,8 +66,9 @@ IDS = (
     Mutation("tasks go on past the last id", "if ids.next_id >= ids.end:", module="multigpu_master.core.admission"),
     Mutation(
         "new ids are used before their epoch is synced",
-        "self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)",
-        "self._append(_Pending(Entry(epoch=epoch), 0), urgent=True)\n        done(None)",
+        "self._append(_Pending(entry, 0, done=done), urgent=urgent)",
+        "self._append(_Pending(entry, 0, done=None if entry.epoch else done), urgent=urgent)\n"
+        "        _ = entry.epoch and done and done(None)",
         module="multigpu_master.write_buffer",
         seeds=20000,
     ),
@@ -140,7 +141,9 @@ STORE = (
     driver("P9: a client has an outcome that the next master does not know", "if not writable or", "if"),
     driver("P10: outcomes for a slow client fill the memory", "outbox.abort(ExhaustedError(", "_ = (ExhaustedError("),
     driver(
-        "P2: two tasks have one id after a restart", "self.write_buffer.begin_epoch(epoch, begun)\n", "begun(None)\n"
+        "P2: two tasks have one id after a restart",
+        "self.write_buffer.append(Entry(epoch=epoch), begun)\n",
+        "begun(None)\n",
     ),
     clock(
         "sessions and results expire when the host's clock is set",

@@ -49,7 +49,7 @@ async def _check(rng: random.Random, place: Path) -> None:
                 if event == 0 and (write_buffer._learning is None or write_buffer._learning.done()):
                     write_buffer.learn_requests()
                 elif event < 2:
-                    await write_buffer.all_durable()
+                    await write_buffer.flush_and_wait()
                 else:
                     new = [f"r{len(settled) + i}" for i in range(rng.choice((1, 5)))]
                     ended = [(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)]
@@ -58,7 +58,7 @@ async def _check(rng: random.Random, place: Path) -> None:
             if write_buffer._learning is not None:
                 await write_buffer._learning
             assert write_buffer.perhaps_known(settled) == settled, "a settled request is taken for new"
-            await write_buffer.all_durable()
+            await write_buffer.flush_and_wait()
             assert not fatal, fatal
         finally:
             await asyncio.to_thread(journal.close, 20.0)

@@ -2,6 +2,7 @@
 
 from multigpu_master.core.model import Task
 from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry
 
 from tests.sim.actors.master import Master
 
@@ -36,4 +37,4 @@ def discard(master: Master, task_id: int) -> None:
     if task_id in master.journal.dead:
         master.world.coverage["letter: discarded"] += 1
         master.discarded[task_id] = None
-        master.write_buffer.remember({}, None, (task_id,))
+        master.write_buffer.append(Entry(deleted_dead_letters=(task_id,)))

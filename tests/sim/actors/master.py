@@ -20,7 +20,7 @@ from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.spec import Spec
 from multigpu_master.driver import is_cancelled
 from multigpu_master.errors import JournalError
-from multigpu_master.journal.protocol import LargeBody, SettleRecord
+from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import outcomes as wire_outcomes
@@ -157,7 +157,7 @@ class Master:
             if error is None:
                 self.handle(ev.IdsRenewed(self._first_id(epoch)))
 
-        self.write_buffer.begin_epoch(epoch, begun)
+        self.write_buffer.append(Entry(epoch=epoch), begun)
 
     def tally(self) -> None:
         """Counts what this life brought."""
@@ -226,7 +226,7 @@ class Master:
             case ev.WorkerChanged():
                 if command.save:
                     setting = settings.worker_setting(command.worker)
-                    self.write_buffer.remember(dict.fromkeys(setting) if command.gone else setting)
+                    self.write_buffer.append(Entry(settings=dict.fromkeys(setting) if command.gone else setting))
             case ev.RenewIds():
                 self._renew_ids()
             case ev.RejectUnwritten():
@@ -238,7 +238,7 @@ class Master:
                 self.world.coverage[f"core: the breaker {'tripped' if command.tripped_s else 'was reset'}"] += 1
                 if command.tripped_s:
                     self.on_trip()
-                self.write_buffer.remember(settings.breaker_setting(command.tripped_s))
+                self.write_buffer.append(Entry(settings=settings.breaker_setting(command.tripped_s)))
             case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Recall() | ev.Desire() | ev.EndSession():
                 if isinstance(command, ev.Welcome) and command.adopted:
                     self.world.coverage["core: adopted leases"] += len(command.adopted)
@@ -395,4 +395,4 @@ class Master:
             case _:
                 answered()
                 return
-        self.write_buffer.remember(setting, lambda error: answered() if error is None else None)
+        self.write_buffer.append(Entry(settings=setting), lambda error: answered() if error is None else None)

@@ -22,7 +22,7 @@ from multigpu_master.journal import payload_files as payloads
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
-from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
+from multigpu_master.journal.sqlite.files import copy_file, sync
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PART_NAME
 
@@ -31,7 +31,7 @@ _SEGMENTS = " UNION ".join(
     f"SELECT substr({column}, 1, instr({column}, ':') - 1) FROM {table} WHERE typeof({column}) = 'text'"  # noqa: S608
     for table, column in journal_segments.LARGE_COLUMNS
 )
-_OWN_NAME = re.compile("[0-9a-f]{8}")
+_SEGMENT_NAME = re.compile("[0-9a-f]{8}")
 _TRIES = 20  # to hold all segments of one instant; a try takes some milliseconds
 _DESCRIPTORS = 64  # for all but segments
 
@@ -86,13 +86,13 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     lost = [what for *_, what in _lost(target, PART_NAME)]
     for suffix in ("-shm", "-wal"):  # made by _lost
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
-    sync_file(part)
+    sync(part)
     for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
         if (target / name).exists():
-            sync_directory(target / name)
-    sync_directory(target)
+            sync(target / name)
+    sync(target)
     part.rename(target / DATABASE_NAME)
-    sync_directory(target)
+    sync(target)
     return lost
 
 
@@ -168,7 +168,7 @@ def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str] = lambda _key
             kept = log.with_name(f"{log.name}.damaged")
             with log.open("rb") as file:
                 copy_file(file.fileno(), kept)
-            sync_directory(data_dir)
+            sync(data_dir)
             yield f"{what}; the log is kept as {kept}"
         yield from _delete_lost(path, damage_of)
     except (OSError, sqlite3.Error) as error:
@@ -216,7 +216,7 @@ def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]],
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
     for table, key in rows:
-        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # one of ours
+        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # `table`: from JournalReads.lost
     for setting in settings:
         schema.repair(writer, setting)
     ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()
@@ -253,6 +253,6 @@ def _log_damage(path: Path, log: Path) -> str:
 
 def _segment_path(name: str) -> str:
     """Returns a segment's path relative to the data directory; "" if a damaged row has an invalid name."""
-    if _OWN_NAME.fullmatch(name):
+    if _SEGMENT_NAME.fullmatch(name):
         return f"{journal_segments.DIRECTORY_NAME}/{name}"
     return f"{payloads.DIRECTORY_NAME}/{name}" if NAME.fullmatch(name) else ""

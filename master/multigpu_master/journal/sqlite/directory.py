@@ -26,7 +26,7 @@ from multigpu_master.journal.sqlite.failures import (
     gone_error,
     missing_log_error,
 )
-from multigpu_master.journal.sqlite.files import sync_directory
+from multigpu_master.journal.sqlite.files import sync
 from multigpu_master.journal.sqlite.schema import (
     APPLICATION_ID,
     DATABASE_NAME,
@@ -130,7 +130,7 @@ def _sync_name(path: Path) -> None:
     if not path.is_mount():
         # A user who may not read the parent can't sync it, and usually has made no directory in it.
         with contextlib.suppress(PermissionError):
-            sync_directory(path.parent)
+            sync(path.parent)
 
 
 def check_header(path: Path) -> None:
@@ -210,4 +210,4 @@ def _create(path: Path) -> None:
         connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         enable_wal(connection)
     aside.rename(path)
-    sync_directory(path.parent)
+    sync(path.parent)

@@ -31,7 +31,7 @@ def explain(error: Exception, path: Path) -> JournalError:
             f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
             "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
         )
-    if isinstance(error, OSError) and error.errno is None:  # of ours: a file is too short
+    if isinstance(error, OSError) and error.errno is None:  # raised by read_at: a file is too short
         return damaged_error(path, str(error))
     if isinstance(error, OSError) and error.errno != errno.EIO:
         file = Path(error.filename) if isinstance(error.filename, str) else path.parent
@@ -40,7 +40,7 @@ def explain(error: Exception, path: Path) -> JournalError:
             "in which no other program deletes files."
         )
     if isinstance(error, DAMAGE):
-        return damaged_error(path, f"a setting of its own can't be parsed: {error!r}")
+        return damaged_error(path, f"one of the journal's own settings can't be parsed: {error!r}")
     # A table or a column is missing; or a text is no UTF-8, for which the module sqlite3 has no code.
     if code == sqlite3.SQLITE_ERROR or "decode to UTF-8" in str(error):
         return damaged_error(path, str(error))

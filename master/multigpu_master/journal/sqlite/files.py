@@ -6,16 +6,8 @@ from pathlib import Path
 _READ_BYTES = 1 << 20
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes creations, renames and deletions of files in the directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_file(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Makes a file durable, or the creations, renames and deletions of files in a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

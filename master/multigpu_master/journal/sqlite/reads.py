@@ -260,7 +260,7 @@ class JournalReads:
         """What tasks have used in the intervals that this period touches, summed by these fields of UsageKey (the
         others are empty), the largest device time first. queues: None for all.
         """
-        return [usage.read(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _list(queues)))]
+        return [usage.parse_row(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _list(queues)))]
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """The settled tasks with these request_ids. No task has a request_id with a NUL. If one is asked for, json_each

@@ -22,7 +22,7 @@ from multigpu._transport.payloads import Reference, read_file
 
 from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
 from multigpu_master.journal.protocol import LargeBody, head_without_result
-from multigpu_master.journal.sqlite.files import sync_directory
+from multigpu_master.journal.sqlite.files import sync
 
 LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
 CHECKS_MAX = 256  # segments that one step checks for references
@@ -126,7 +126,7 @@ class Segments:
         self._referred: list[Reference] = []  # to be synced by the next `flush`
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        sync_directory(data_dir)
+        sync(data_dir)
         names = "[0-9a-f]" * 8  # other files are ignored
         segments = sorted(self._directory.glob(names))
         self._sizes = {int(path.name, 16): path.stat().st_size for path in segments}  # by number, ascending
@@ -211,7 +211,7 @@ class Segments:
         path = self._directory / f"{self._last_number:08x}"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._sizes[self._last_number] = 0
-        sync_directory(self._directory)
+        sync(self._directory)
         # Opened only after its name is synced, because later entries use an open segment even if the entry for which it
         # was made is rejected. If the sync fails, an empty file stays until the next sweep.
         appender.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

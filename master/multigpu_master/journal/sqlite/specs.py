@@ -24,7 +24,7 @@ DELETE FROM spec WHERE digest > ?1 AND digest <= ?2
   AND NOT EXISTS (SELECT 1 FROM dead_letter d WHERE typeof(d.spec) = 'text' AND d.spec = digest)"""
 
 
-def column(spec: bytes, large: dict[str, bytes]) -> bytes | str:
+def stored_value(spec: bytes, large: dict[str, bytes]) -> bytes | str:
     """The value of a row's spec column. Adds a large spec to `large`, by its digest."""
     if len(spec) <= INLINE_BYTES_MAX:
         return spec

@@ -53,7 +53,7 @@ def task_values(records: Iterable[SubmitRecord], segments: Segments, specs: dict
         payload: bytes | Sized | str = r.payload
         if len(payload) >= LARGE_BYTES:
             payload = segments.put_payload(r.payload)
-        spec = journal_specs.column(r.spec, specs)
+        spec = journal_specs.stored_value(r.spec, specs)
         values += (r.task_id, r.request_id, r.partition_key, r.units, r.submit_time_s, spec, payload)
     return values
 
@@ -104,7 +104,7 @@ def transaction(
     statements += [(journal_specs.INSERT, each) for each in specs.items()]
     for entry in batch:
         statements += [setting(key, value) for key, value in entry.settings.items()]
-        statements += [usage.statement(record) for record in entry.usage]
+        statements += [usage.add_statement(record) for record in entry.usage]
         if entry.epoch:
             statements.append(setting(SETTING_EPOCH, b"%d" % entry.epoch))
     return statements, len(settles)

@@ -30,7 +30,7 @@ DELETE FROM usage WHERE (begin_s, queue, submitter, kind, model) IN (
   SELECT begin_s, queue, submitter, kind, model FROM usage WHERE begin_s < ? LIMIT {_SWEEP_ROWS})"""
 
 
-def statement(record: UsageRecord) -> tuple[str, Sequence[Any]]:
+def add_statement(record: UsageRecord) -> tuple[str, Sequence[Any]]:
     return _ADD, (record.begin_s, *record.key, *astuple(record.used))
 
 
@@ -40,20 +40,19 @@ def delete_old(writer: sqlite3.Connection, now_s: float) -> bool:
 
 
 def select(begin_s: float, end_s: float, group_by: Sequence[str], queues: str | None) -> tuple[str, Sequence[Any]]:
-    """Returns the statement for the sums of the intervals from begin_s to end_s. `group_by`: fields of UsageKey.
-    `queues`: the queues that the caller may see, as a JSON list; None: all.
+    """Returns the statement for the sums of all intervals that overlap the time from begin_s to end_s. `group_by`:
+    fields of UsageKey. `queues`: the queues that the caller may see, as a JSON list; None: all.
     """
     columns = [name if name in group_by else "''" for name in UsageKey._fields]
-    grouped = f"GROUP BY {', '.join(group_by)}" if group_by else ""
     sums = ", ".join(f"sum({name})" for name in _SUMS)
     sql = (
         f"SELECT {', '.join(columns)}, {sums} FROM usage WHERE begin_s > ?1 - {USAGE_INTERVAL_S} AND begin_s < ?2 "
         "AND (?3 IS NULL OR queue IN (SELECT value FROM json_each(?3))) "
-        f"{grouped} HAVING count(*) > 0 ORDER BY sum(device_s) DESC LIMIT {ROWS_MAX}"
+        f"GROUP BY 1, 2, 3, 4 ORDER BY sum(device_s) DESC LIMIT {ROWS_MAX}"  # 1 to 4: `columns`
     )
     return sql, (begin_s, end_s, queues)
 
 
-def read(row: Sequence[Any]) -> tuple[UsageKey, Used]:
+def parse_row(row: Sequence[Any]) -> tuple[UsageKey, Used]:
     succeeded, failed, *others = row[4:]
     return UsageKey(*row[:4]), Used(int(succeeded), int(failed), *others)

@@ -126,7 +126,8 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         worker = self._known_worker(request.worker_id)
         if not worker.session:
             raise PreconditionError(f"worker {request.worker_id!r} is lost: its device can't be checked")
-        if not worker.health_reported:  # nor the number of the last check that it has passed
+        # The next check's number must be above `health.checks_passed`, which is not known before the first heartbeat.
+        if not worker.health_reported:
             why = f"worker {request.worker_id!r} has just connected, and has not reported its health yet"
             raise CallError(f"{why}; try again in a moment", grpc.StatusCode.UNAVAILABLE)
         message = await self._change_worker(request.worker_id, ev.CheckDevice(request.worker_id))

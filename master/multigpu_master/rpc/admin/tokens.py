@@ -6,6 +6,7 @@ from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.driver import Driver
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError, JournalError, NotFoundError, PreconditionError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.rpc.requests import page_of
 from multigpu_master.security.auth import Auth
 from multigpu_master.security.setup import ADMIN_TOKEN_NAME
@@ -28,7 +29,7 @@ class TokenCalls:
         if request.name == ADMIN_TOKEN_NAME:
             raise InvalidArgumentError(f"{request.name!r} is the name of the token that the master makes: take another")
         if expired := tokens.remove_expired():
-            self._driver.write_buffer.remember(expired)
+            self._driver.write_buffer.append(Entry(settings=expired))
         try:
             token, secret = tokens.make(
                 request.name,
@@ -45,7 +46,7 @@ class TokenCalls:
             await self._driver.write_buffer.save(token.setting())
         except JournalError as error:
             # `save` may have timed out, and the journal can still write the setting: delete it then (None deletes).
-            self._driver.write_buffer.remember(dict.fromkeys(token.setting()))
+            self._driver.write_buffer.append(Entry(settings=dict.fromkeys(token.setting())))
             raise ExhaustedError(f"no token was made: {error}") from None
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
