@@ -117,17 +117,14 @@ def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules:
 
 
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
-    # Journals of schema version 2 call it `info`. Its fields of the device have other names and are ignored: the worker
-    # reports its device again when it connects.
-    hello = fields["hello"] if "hello" in fields else fields["info"]
     return ev.RegisterWorker(
-        worker_info(json_format.ParseDict(hello, worker_service_pb2.Hello(), ignore_unknown_fields=True)),
+        worker_info(json_format.ParseDict(fields["hello"], worker_service_pb2.Hello(), ignore_unknown_fields=True)),
         _cordon(fields),
         _check_type(fields["connected"], bool),
         _check_type(fields["quarantined"], bool),
         _check_count(fields["checks_asked"]),
         tuple(_check_text(model) for model in _check_type(fields["pinned_models"], list)),
-        _check_type(fields.get("check_at_once", False), bool),  # some journals of version 2 lack it
+        _check_type(fields["check_at_once"], bool),
     )
 
 

@@ -9,8 +9,8 @@ import pytest
 from multigpu.daemon.metrics import Sample
 from multigpu.v1 import device_pb2, worker_service_pb2
 from multigpu_master import settings
-from multigpu_master.core.model import Cordon, Energy, Worker
-from multigpu_master.core.workers.info import Capability, Health, HealthState, WorkerInfo
+from multigpu_master.core.model import Energy, Worker
+from multigpu_master.core.workers.info import Health, HealthState, WorkerInfo
 from multigpu_master.errors import InvalidMessageError
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.metrics.devices import device_metrics, snapshots
@@ -87,21 +87,6 @@ def test_the_device_survives_a_restart() -> None:
     assert kept is not None
     restored = settings._registration(json.loads(kept)).info
     assert wire_workers.worker_message(Worker(restored)).device == device
-
-
-def test_a_worker_that_a_former_release_saved_is_restored_without_its_device() -> None:
-    info = {
-        "worker_id": "w", "host": "h", "version": "0.1.0", "pid": 7, "device_id": "GPU-1", "device_wire": "",
-        "memory_total_bytes": 1 << 40, "capabilities": [{"kind": "k", "models": ["m"]}], "model_memory_bytes": 1 << 40,
-        "labels": {"zone": "a"}, "store_address": "", "slots": 2, "window_tasks": 64, "window_bytes": 1 << 26,
-    }  # fmt: skip
-    flags = {"cordoned": True, "cordon_reason": "fan", "draining": False, "drain_deadline_s": None, "connected": True}
-    saved = {"info": info, **flags, "quarantined": False, "checks_asked": 0, "pinned_models": ["m"]}
-    restored = settings._registration(saved)
-    assert (restored.info.slots, restored.info.window_bytes, restored.info.labels) == (2, 1 << 26, {"zone": "a"})
-    assert restored.info.capabilities == (Capability(kind="k", models=("m",)),)
-    assert restored.cordon == Cordon("fan")
-    assert restored.info.device_id == "cpu", "it is known when the worker comes"
 
 
 def hello_of_several(*members: device_pb2.Device) -> worker_service_pb2.Hello:

@@ -95,10 +95,7 @@ check_journal() {
   versions="$("$release/bin/python" -c '
 import sqlite3, sys
 from pathlib import Path
-try:
-    from multigpu_master.journal.sqlite.schema import SCHEMA_VERSION
-except ModuleNotFoundError:  # of a release before its modules were moved
-    from multigpu_master.journal_schema import SCHEMA_VERSION
+from multigpu_master.journal.sqlite.schema import SCHEMA_VERSION
 path = Path(sys.argv[1]).absolute()
 log = path.with_name(path.name + "-wal")
 mode = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"

@@ -53,7 +53,7 @@ class SpecReader:
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
-            # These checks are not in `_spec`, because the journal may have specs that earlier versions accepted.
+            # These checks are not in `_spec`, because the specs of the journal have passed them.
             check_size("content_type", message.content_type, NAME_BYTES_MAX)
             for field in ("content_type", "kind", "model", "queue"):
                 check_printable(field, getattr(message, field))

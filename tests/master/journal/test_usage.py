@@ -1,14 +1,11 @@
 """Sums of usage in the journal."""
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 from multigpu_master.core.model import Task
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.usage import Usage, Used
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
-from multigpu_master.journal.sqlite.schema import DATABASE_NAME
 from multigpu_master.journal.sqlite.usage import KEPT_S
 from multigpu_master.telemetry.usage import KEYS_MAX, OTHER, UsageLog
 
@@ -48,17 +45,6 @@ def test_old_sums_are_deleted(tmp_path: Path) -> None:
         it.journal._sweep_at_s = 0.0
         it.write(Entry(settings={"wakes": b""}))
         until(lambda: [used.succeeded for _, used in it.journal.usage(0, now_s)] == [6])
-
-
-def test_a_journal_of_an_earlier_master_gets_the_table(tmp_path: Path) -> None:
-    with opened(tmp_path):
-        pass
-    with closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as database:
-        database.execute("DROP TABLE usage")
-        database.commit()
-    with opened(tmp_path) as it:
-        it.write(Entry(usage=[record(600, DAY, 1.0)]))
-        assert [used.device_s for _, used in it.journal.usage(0, 1e9)] == [1.0]
 
 
 class Journal:

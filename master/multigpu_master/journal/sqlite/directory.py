@@ -34,7 +34,6 @@ from multigpu_master.journal.sqlite.schema import (
     PART_NAME,
     SCHEMA,
     SCHEMA_VERSION,
-    SCHEMA_VERSION_MIN,
     TASK_COLUMNS,
     left_open,
 )
@@ -147,10 +146,10 @@ def check_header(path: Path) -> None:
 def _check_identity(path: Path, application_id: int, version: int) -> None:
     if application_id != APPLICATION_ID:
         raise JournalError(f"{path} is an SQLite database, but not a journal of multigpu. Give another --data-dir.")
-    if not SCHEMA_VERSION_MIN <= version <= SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise JournalError(
-            f"The journal {path} has schema version {version}; this multigpu knows versions {SCHEMA_VERSION_MIN} to "
-            f"{SCHEMA_VERSION}. Start the multigpu that wrote it, or give another --data-dir. Nothing was changed."
+            f"The journal {path} has schema version {version}; this multigpu knows version {SCHEMA_VERSION}. Start the "
+            "multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
 
 

@@ -17,8 +17,7 @@ from multigpu_master.journal.sqlite import usage
 DATABASE_NAME = "journal.sqlite3"
 PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was broken off
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
-SCHEMA_VERSION = 3  # a journal of version 2 becomes one of version 3 when a master opens it
-SCHEMA_VERSION_MIN = 2
+SCHEMA_VERSION = 3
 PAGE_BYTES = 8192
 BUSY_TIMEOUT_S = 30.0  # another program, such as sqlite3, may lock the file for a moment
 
@@ -60,6 +59,7 @@ CREATE INDEX outcome_request ON outcome (request_id) WHERE request_id <> '';
 {";".join(journal_specs.SCHEMA)};
 CREATE TABLE incarnation (first_id INTEGER PRIMARY KEY, name TEXT NOT NULL, first_cursor INTEGER NOT NULL);
 {journal_segments.INDEXES}
+{usage.SCHEMA};
 INSERT INTO setting VALUES ('{SETTING_EPOCH}', 0);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
@@ -75,8 +75,6 @@ def begin_incarnation(
     ((last,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_EPOCH,)).fetchall()
     epoch = ids.next_epoch(int(last), now_s)
     writer.execute("BEGIN IMMEDIATE")
-    writer.execute(usage.SCHEMA)
-    writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     writer.execute("UPDATE setting SET value = ? WHERE key = ?", (epoch, SETTING_EPOCH))
     begun = ids.Incarnation(ids.new_name(), ids.first_id(epoch, now_s), last_cursor + 1)
     writer.execute("INSERT INTO incarnation VALUES (?, ?, ?)", (begun.first_id, begun.name, begun.first_cursor))

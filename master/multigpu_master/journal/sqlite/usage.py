@@ -14,9 +14,8 @@ KEPT_S = 400 * 86_400
 ROWS_MAX = 10_000  # in one answer
 _SWEEP_ROWS = 1000
 _SUMS = ("succeeded", "failed", "device_s", "measured_s", "joules", "uncertainty_joules")
-# Journals of earlier versions do not have this table: `schema.begin_incarnation` creates it.
 SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS usage (
+CREATE TABLE usage (
   begin_s INTEGER NOT NULL, queue TEXT NOT NULL, submitter TEXT NOT NULL, kind TEXT NOT NULL, model TEXT NOT NULL,
   {", ".join(f"{name} REAL NOT NULL" for name in _SUMS)}, PRIMARY KEY (begin_s, queue, submitter, kind, model)
 ) WITHOUT ROWID"""
