@@ -21,6 +21,7 @@ from multigpu_master.journal.sqlite.backup import backup, salvage
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
+from multigpu_master.settings import damage_of
 
 from tests.disk.test_log_damage import commits_of, tasks_of, write
 from tests.master.journal.journals import dead, opened, settle, submit
@@ -115,7 +116,7 @@ def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: 
     assert "not in the copy: task 1 (request_id 'request-1')" in done.output
     assert f"--data-dir {tmp_path / 'copy'} salvage" in done.output
     assert "To restore it" not in done.output
-    assert len(list(salvage(tmp_path / "copy"))) == 1
+    assert len(list(salvage(tmp_path / "copy", damage_of))) == 1
     assert tasks_of(tmp_path / "copy") == [2]
 
 
@@ -130,14 +131,14 @@ def test_a_journal_without_its_segments_is_salvaged_and_lost_payloads_are_report
     shutil.rmtree(data_dir / "segments")
     with pytest.raises(JournalError, match=r"The payload of task 1 is missing.* salvage"):
         tasks_of(data_dir)
-    gone = list(salvage(data_dir))
+    gone = list(salvage(data_dir, damage_of))
     assert [line.partition(":")[0] for line in gone] == [
         "task 1 (request_id 'request-1')",
         "dead letter 5 (request_id 'request-5')",
         "the outcome of task 3 (request_id 'request-3')",
     ]
     assert tasks_of(data_dir) == [2]
-    assert list(salvage(data_dir)) == gone[2:], "a lost result stays one"
+    assert list(salvage(data_dir, damage_of)) == gone[2:], "a lost result stays one"
     with opened(data_dir) as (journal, _):
         assert [letter.task_id for letter in journal.list_dead_letters(queue="", before_task_id=0, limit=9)] == [6]
         assert (lost := journal.get_outcome(3)) is not None and lost.lost
@@ -152,7 +153,7 @@ def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
     log.write_bytes(data)
     with pytest.raises(JournalError, match="salvage"):
         tasks_of(data_dir)
-    (gone,) = salvage(data_dir)
+    (gone,) = salvage(data_dir, damage_of)
     assert "or more acknowledged transactions" in gone
     assert (data_dir / f"{DATABASE_NAME}-wal.damaged").read_bytes() == data
     assert (data_dir / f"{DATABASE_NAME}-wal.damaged").stat().st_mode & 0o777 == 0o600
@@ -187,7 +188,7 @@ def test_rows_that_make_no_sense_are_salvaged_away_and_named(damage: str, lost: 
         kept += [f"the outcome of task {each.task_id}" for each in journal.read_outcomes(0, 9, 1 << 20)]
     assert {*kept, lost} == {"task 1", "task 2", "the outcome of task 3", "the outcome of task 4"}
     assert len(kept) == 3
-    assert list(salvage(tmp_path / "data")) == []
+    assert list(salvage(tmp_path / "data", damage_of)) == []
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_salvage_puts_the_epoch_and_the_removed_cursor_beyond_what_is_in_use(tmp
     with closing(sqlite3.connect(tmp_path / "data" / DATABASE_NAME, isolation_level=None)) as writer:
         writer.execute("DELETE FROM incarnation")
         writer.execute("INSERT OR REPLACE INTO setting VALUES ('journal.epoch', 'x'), ('journal.removed', 'x')")
-        assert len(list(salvage(tmp_path / "data"))) == 2
+        assert len(list(salvage(tmp_path / "data", damage_of))) == 2
         assert writer.execute("SELECT key, value FROM setting WHERE value IN (2, 7) ORDER BY key").fetchall() == [
             ("journal.epoch", 7), ("journal.removed", 2),
         ]  # fmt: skip
@@ -269,7 +270,7 @@ def test_salvage_does_not_claim_to_have_repaired_damaged_pages(tmp_path: Path) -
 
 def test_no_journal_is_salvaged_under_a_running_master(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(JournalError, match="held by another master"):
-        list(salvage(tmp_path))
+        list(salvage(tmp_path, damage_of))
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.sqlite import directory
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.backup import backup, salvage
+from multigpu_master.settings import damage_of
 
 from tests.master.journal.journals import opened
 from tests.master.journal.test_journal_faults import snapshot
@@ -41,11 +42,11 @@ def test_a_deleted_log_is_reported_and_salvage_goes_on_without_it(tmp_path: Path
         with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal is missing.*salvage"), opened(data_dir):
             pass
         assert snapshot(data_dir) == before
-    (line,) = salvage(data_dir)
+    (line,) = salvage(data_dir, damage_of)
     assert "newest transactions" in line
     with opened(data_dir) as (journal, _):
         assert list(journal.recover_tasks()) == []
-    assert not list(salvage(data_dir))
+    assert not list(salvage(data_dir, damage_of))
 
 
 @pytest.mark.parametrize("kept", ["header", "all but a byte"])
@@ -59,7 +60,7 @@ def test_a_log_that_was_cut_is_reported_and_salvage_goes_on_without_the_rest(tmp
     with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal was cut: .*frames.*salvage"), opened(data_dir):
         pass
     assert snapshot(data_dir) == before
-    (line,) = salvage(data_dir)
+    (line,) = salvage(data_dir, damage_of)
     assert "was cut" in line
     with opened(data_dir) as (journal, _):
         assert list(journal.recover_tasks()) == []

@@ -150,7 +150,7 @@ def _clear(target: Path) -> None:
         shutil.rmtree(target / name, ignore_errors=True)
 
 
-def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str] = lambda _key, _value: "") -> Iterator[str]:
+def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str]) -> Iterator[str]:
     """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters, outcomes and settings
     that can't be used, so that a master can start from it. Yields a description of each loss. The outcomes of lost
     results stay. Raises JournalDamagedError if pages of the database are damaged, which it can't repair. `damage_of`:
