@@ -118,7 +118,9 @@ class _Appender:
 
 
 class Segments:
-    """Writes and deletes segments, on the journal's thread. A segment that has `segment_bytes` or more is closed."""
+    """Writes and deletes segments, on the journal's thread. A segment has at most `segment_bytes`, or one
+    payload or body.
+    """
 
     def __init__(self, data_dir: Path, shared: Payloads, segment_bytes: int) -> None:
         self._shared = shared
@@ -168,16 +170,17 @@ class Segments:
         return reference_text(reference, head)
 
     def _put(self, appender: _Appender, *parts: bytes) -> str:
-        if appender.fd < 0 or appender.end + appender.waiting_bytes >= self._segment_bytes:
+        offset, size_bytes = appender.end + appender.waiting_bytes, sum(map(len, parts))
+        if appender.fd < 0 or (offset and offset + size_bytes > self._segment_bytes):
             self._write(appender)
             self._begin(appender)
+            offset = 0
         crc = 0
         for part in parts:
             crc = zlib.crc32(part, crc)
-        offset = appender.end + appender.waiting_bytes
-        reference = f"{appender.number:08x}:{offset:x}:{sum(map(len, parts)):x}:{crc:08x}"
+        reference = f"{appender.number:08x}:{offset:x}:{size_bytes:x}:{crc:08x}"
         appender.waiting += parts
-        appender.waiting_bytes += sum(map(len, parts))
+        appender.waiting_bytes += size_bytes
         return reference
 
     def flush(self) -> None:
