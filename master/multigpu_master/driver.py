@@ -146,7 +146,7 @@ class Driver:
             ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids,
             ev.RejectUnwritten: self._reject_unwritten, ev.Dispatch: self.workers.dispatch,
             ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
-            ev.Desire: self.workers.desire, ev.EndSession: self.workers.end,
+            ev.SendDesiredState: self.workers.send_desired_state, ev.EndSession: self.workers.end,
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:

@@ -130,7 +130,7 @@ class WorkerStreams:
         message = self._message(command.session, LEASE_ID_BYTES * len(command.lease_ids))
         message.recalled_lease_ids.extend(command.lease_ids)
 
-    def desire(self, command: ev.Desire) -> None:
+    def send_desired_state(self, command: ev.SendDesiredState) -> None:
         """Sends the state that the worker should have: its mode, the checks of its device, and its models."""
         desired = self._message(command.session, MESSAGE_BYTES).desired
         desired.Clear()  # the frame may have an earlier state

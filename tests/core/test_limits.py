@@ -99,7 +99,7 @@ def test_partial_outputs_count_and_so_do_empty_ones() -> None:
     assert two.lease is None
     assert two.extra is not None
     assert (two.extra.last_error, len(two.extra.partials)) == (None, 2), "there is no room for the error's text"
-    assert two.extra.attempts[-1].reason.startswith("ResourceExhausted")
+    assert two.extra.ended_attempts[-1].reason.startswith("ResourceExhausted")
     assert two.outcome is None, "it may be tried again"
     assert stage.core.ledger.unsettled_bytes == room
     stage.report(lease_of(one))

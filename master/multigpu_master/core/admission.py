@@ -13,7 +13,7 @@ DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 
 QUEUES_MAX = 10_000
 # Limit of the shapes of waiting tasks in a queue: when a worker becomes free, dispatch spends some microseconds on each
 # shape that it can run.
-SHAPES_MAX = 1_000
+QUEUE_SHAPES_MAX = 1_000
 # Limit of names that a rejection lists.
 NAMED_MAX = 20
 # A rejection suggests a similar name only if there are at most this many names, and if the given name has at most this
@@ -28,10 +28,10 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
     queues = ledger.queues
     if spec.queue not in queues and len(queues) >= QUEUES_MAX and not ledger.prune_queues():
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
-    if ledger.classes.too_many_shapes(spec, SHAPES_MAX):
+    if ledger.classes.too_many_shapes(spec, QUEUE_SHAPES_MAX):
         what = (
-            f"tasks of {SHAPES_MAX} different requirements (kind, model, labels, device memory, workers) wait in queue "
-            f"{spec.queue!r} already; use fewer of them, or try again later"
+            f"tasks of {QUEUE_SHAPES_MAX} different requirements (kind, model, labels, device memory, workers) wait in "
+            f"queue {spec.queue!r} already; use fewer of them, or try again later"
         )
         return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
     # Without a connected worker it is unknown what the fleet will run.
@@ -86,7 +86,7 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     if able := fleet.device_count(shape):
         what = f"{shape.world_size_min} workers, each on its own device, have to run this task at the same time"
         return f"{what}, and {able} could; {wait}"
-    why = "; ".join(f"{w.worker_id}: {fleet.unfit(w, shape)}" for w in workers[:5])
+    why = "; ".join(f"{w.worker_id}: {fleet.ineligibility(w, shape)}" for w in workers[:5])
     return f"no worker could ever take this task ({why}); {wait}"
 
 

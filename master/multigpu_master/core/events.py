@@ -379,7 +379,7 @@ class Recall:
 
 
 @dataclass(slots=True)
-class Desire:
+class SendDesiredState:
     """Send the worker its desired state: its drain, and the checks and models that the Worker object requires."""
 
     session: int
@@ -420,8 +420,8 @@ class BreakerChanged:
 
 
 Command = (
-    Submitted | Cancelled | Settled | RejectUnwritten | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire
-    | EndSession | ForwardPartials | WorkerChanged | BreakerChanged
+    Submitted | Cancelled | Settled | RejectUnwritten | RenewIds | Welcome | Dispatch | Revoke | Recall
+    | SendDesiredState | EndSession | ForwardPartials | WorkerChanged | BreakerChanged
 )  # fmt: skip
 
 
@@ -443,10 +443,10 @@ class Commands:
     def worker_changed(self, worker: Worker, *, save: bool = False, gone: bool = False) -> None:
         self._commands.append(WorkerChanged(worker, save, gone))
 
-    def desire(self, worker: Worker) -> None:
+    def send_desired_state(self, worker: Worker) -> None:
         """Sends the worker, if it is connected, its complete desired state."""
         if worker.session:
-            self._commands.append(Desire(worker.session, worker.draining, worker.drain_deadline_s))
+            self._commands.append(SendDesiredState(worker.session, worker.draining, worker.drain_deadline_s))
 
     def revoke(self, session: int, lease_ids: list[int], reason: str) -> None:
         if lease_ids:

@@ -187,7 +187,7 @@ class Ledger:
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass, *, requeued_letter: bool = False) -> None:
+    def add_queued(self, task: Task, resource_class: ResourceClass, *, requeued_letter: bool = False) -> None:
         """Adds a queued task. `requeued_letter`: it is a requeued dead letter; its old task_id decides its place."""
         self.tasks.add(task)
         if task.request_id:

@@ -122,7 +122,7 @@ class Extra:
     log: str = ""  # the last lines that its ended attempts have written
     log_lease_id: int = 0  # the lease that wrote the last part of the log
     log_part_chars: int = 0  # size of that part
-    attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
+    ended_attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
 
 class Energy(NamedTuple):
@@ -133,7 +133,7 @@ class Energy(NamedTuple):
     uncertainty: float
 
 
-def total(parts: Sequence[Energy]) -> Energy:
+def sum_energy(parts: Sequence[Energy]) -> Energy:
     """The sum of several devices' energy; its method is the least exact of their methods."""
     joules = sum([part.joules for part in parts])
     uncertain = sum([part.joules * part.uncertainty for part in parts])
@@ -232,7 +232,9 @@ class Lease:
     frame: int  # number of the dispatch that granted it; 0: the worker held it before this session
     cost_s: float  # expected run time
     running: bool = False
-    run_s: float = 0.0  # when the master last heard that it began to run, or when it began by the worker's clock
+    running_since_s: float = (
+        0.0  # when the master last heard that it began to run, or when it began by the worker's clock
+    )
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
@@ -325,7 +327,7 @@ class Worker:
         return self.info.worker_id
 
     @property
-    def slots(self) -> int:
+    def usable_slots(self) -> int:
         """The slots in which leases can begin or run."""
         return max(0, self.info.slots - self.occupied_slots)
 

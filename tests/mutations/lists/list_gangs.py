@@ -39,7 +39,7 @@ GANGS = (
     ),
     gangs(
         "two gangs reserve the same workers",
-        "and (worker.gang_leases_limit is None or worker in mine)",
+        "and (worker.gang_leases_limit is None or worker in reserved_here)",
         "",
         checker="gangs in seeds",
     ),
@@ -51,7 +51,7 @@ GANGS = (
     ),
     gangs(
         "workers without memory are reserved",
-        " if worker.leases or worker.occupied_slots or worker in idle or worker in mine]",
+        " if w.leases or w.occupied_slots or w in idle or w in reserved_here]",
         "]",
     ),
     gangs(
@@ -73,11 +73,14 @@ GANGS = (
         "        size = backlog.shape.world_size\n",
     ),
     gangs(
-        "a gang that grows gives its workers to another", " and not self._waits_for(task, own):", ":", checker="pytest"
+        "a gang that grows gives its workers to another",
+        " and not self._earlier_task_could_use(task, gang_workers):",
+        ":",
+        checker="pytest",
     ),
     gangs(
         "a gang whose memory is still reported does not grow",
-        "if worker in own or _is_idle(worker, shape))",
+        "if worker in former_workers or _is_idle(worker, shape))",
         "if _is_idle(worker, shape))",
         checker="pytest",
     ),
@@ -96,7 +99,7 @@ GANGS = (
         "first.setdefault(worker.worker_id, worker)",
     ),
     gangs("ranks are never spread", "if shape.spread_ranks:", "if False:"),
-    gangs("NVLink does not matter", "for place in (host, group):", "for place in (host,):"),
+    gangs("NVLink does not matter", "for group_of in (host, nvlink_group):", "for group_of in (host,):"),
     gangs("an elastic gang grows by a worker of its device", "if worker.device_key not in devices]", "]"),
     gangs(
         "an elastic gang never grows",
@@ -142,11 +145,11 @@ GANGS = (
     gangs(
         "the reservation of a gang that ended stays", "if self._key not in self._ledger.classes.backlogs:", "if False:"
     ),
-    gangs("reserved workers idle", "limit = worker.slots if old and worker not in old else 0", "limit = 0"),
+    gangs("reserved workers idle", "limit = worker.usable_slots if old and worker not in old else 0", "limit = 0"),
     gangs(
         "small tasks postpone a gang for ever",
-        "limit = worker.slots if old and worker not in old else 0",
-        "limit = worker.slots",
+        "limit = worker.usable_slots if old and worker not in old else 0",
+        "limit = worker.usable_slots",
     ),
     gangs(
         "back-fill goes on while another back-fill runs",
@@ -161,7 +164,7 @@ GANGS = (
     gangs("the workers of a gang get other tasks", "        lease.worker.gang_leases_limit = 0\n"),
     gangs(
         "ranks are spread over hosts",
-        "    return [worker for worker in workers if place(worker) == best]",
+        "    return [worker for worker in workers if group_of(worker) == best]",
         "    return workers",
     ),
     gangs("a gang takes the host with the most workers", "best = min(fits", "best = max(fits"),
@@ -228,11 +231,11 @@ GANGS = (
         "        task.outcome, task.lease = first, lease\n",
         "        task.outcome, task.lease = outcome, lease\n",
     ),
-    sessions("the device time of a rank is lost", "            self._usage.ran(lease.task, device_s)\n"),
+    sessions("the device time of a rank is lost", "            self._usage.add_rank_s(lease.task, device_s)\n"),
     sessions("a finished rank holds its worker", "            self._ledger.rank_succeeded(lease)\n"),
     sessions(
         "the queue timeout ends a gang whose rank 0 has ended",
-        "                lease.running, lease.run_s = True, outcome.start_s or outcome.dispatch_s\n",
+        "                lease.running, lease.running_since_s = True, outcome.start_s or outcome.dispatch_s\n",
         "                pass\n",
     ),
     sessions(

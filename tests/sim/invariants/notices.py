@@ -30,7 +30,7 @@ class Notices:
                 revoked.setdefault(command.session, []).extend(command.lease_ids)
             elif isinstance(command, ev.EndSession):
                 ended[command.session] = None
-            elif isinstance(command, ev.Desire):
+            elif isinstance(command, ev.SendDesiredState):
                 self._desired[command.session] = command.draining, command.drain_deadline_s
             elif isinstance(command, ev.WorkerChanged) and command.gone:
                 self._remembered.pop(command.worker.worker_id, None)

@@ -68,7 +68,7 @@ class Gangs:
         self.ready = not any(worker.leases for worker in self._reserved)
         old = [worker for worker in self._reserved if self._holds_old(worker)]
         for worker in self._reserved:
-            limit = worker.slots if old and worker not in old else 0
+            limit = worker.usable_slots if old and worker not in old else 0
             if worker.gang_leases_limit != limit:
                 worker.gang_leases_limit = limit
                 self._fleet.room_changed(worker)
@@ -82,37 +82,38 @@ class Gangs:
         idle and no other backlog has a reservation, reserves these workers.
         """
         shape = backlog.shape
-        mine = self._reserved if self._key == backlog.key else {}
+        reserved_here = self._reserved if self._key == backlog.key else {}
         growing, since_s, workers = self._growing
-        own = workers if growing == task.task_id and since_s == now else {}
-        able = self._able(backlog.strategy, shape, mine, own)
+        former_workers = workers if growing == task.task_id and since_s == now else {}
+        able = self._able(backlog.strategy, shape, reserved_here, former_workers)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = one_per_device(worker for worker in able if worker in own or _is_idle(worker, shape))
+        idle = one_per_device(worker for worker in able if worker in former_workers or _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
         # A worker without leases and occupied slots that is not in `idle` lacks memory, for an unknown time: do not
         # reserve it. If it is reserved already, keep it: its last task may not have freed its memory yet.
-        able = [worker for worker in able if worker.leases or worker.occupied_slots or worker in idle or worker in mine]
-        able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
+        able = [w for w in able if w.leases or w.occupied_slots or w in idle or w in reserved_here]
+        able = one_per_device(sorted(able, key=lambda worker: (worker not in reserved_here, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
             self._reserve(backlog, task, able, now)
         return None
 
     def _able(
-        self, strategy: Strategy, shape: Shape, mine: Container[Worker] = (), own: Container[Worker] = ()
-    ) -> list[Worker]:
-        """The workers that could run ranks once they are idle. `mine`: the workers reserved for the same backlog.
-        `own`: the workers that ran the task until this event.
+        self, strategy: Strategy, shape: Shape, reserved_here: Container[Worker] = (),
+        former_workers: Container[Worker] = (),
+    ) -> list[Worker]:  # fmt: skip
+        """The workers that could run ranks once they are idle. `reserved_here`: the workers reserved for the same
+        backlog. `former_workers`: the workers that ran the task until this event.
         """
         return [
             worker
             for worker in self._fleet.eligible(shape)
             if worker.accepting
-            and (worker.gang_leases_limit is None or worker in mine)
-            and (worker in own or strategy.excludes(shape, worker, self._fleet) is None)
+            and (worker.gang_leases_limit is None or worker in reserved_here)
+            and (worker in former_workers or strategy.excludes(shape, worker, self._fleet) is None)
             and self._fleet.model_block(worker, shape) is None
         ]
 
@@ -125,14 +126,14 @@ class Gangs:
         if queue.paused or self._ledger.clogged():  # it could not begin again
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
-        own = {rank.worker: None for rank in gang.leases}
-        devices = {worker.device_key for worker in own}
+        gang_workers = {rank.worker: None for rank in gang.leases}
+        devices = {worker.device_key for worker in gang_workers}
         able = [worker for worker in self._able(strategy, shape) if worker.device_key not in devices]
-        if any(_is_idle(worker, shape) for worker in able) and not self._waits_for(task, own):
-            self._growing = task.task_id, now, own
+        if any(_is_idle(worker, shape) for worker in able) and not self._earlier_task_could_use(task, gang_workers):
+            self._growing = task.task_id, now, gang_workers
             self._attempts.interrupt(lease, TO_GROW, now)
 
-    def _waits_for(self, task: Task, workers: Container[Worker]) -> bool:
+    def _earlier_task_could_use(self, task: Task, workers: Container[Worker]) -> bool:
         """Whether a waiting task that precedes this one could get one of the workers."""
         for backlog in self._ledger.classes.backlogs.values():
             head = backlog.head()
@@ -163,7 +164,7 @@ class Gangs:
         new = [worker for worker in wanted if worker not in self._reserved]
         for worker in new:
             worker.gang_leases_limit = 0
-            self._fleet.touch(worker)
+            self._fleet.score_changed(worker)
             waiting = [x for x in worker.leases.values() if not x.running and x.recalled_in != worker.session]
             self._commands.recall(worker, waiting)
         self._reserved = wanted
@@ -232,32 +233,32 @@ def pack(workers: list[Worker], n: int) -> list[Worker]:
     def host(worker: Worker) -> str:
         return worker.info.host
 
-    def group(worker: Worker) -> tuple[str, str]:
+    def nvlink_group(worker: Worker) -> tuple[str, str]:
         return worker.info.host, min((worker.device_key, *worker.info.nvlink_peers))
 
-    for place in (host, group):
-        workers = _narrowed(workers, n, place)
-    groups = _by_size(workers, group)
-    hosts = _by_size(workers, host)
-    return sorted(workers, key=lambda worker: (hosts[host(worker)], groups[group(worker)]))[:n]
+    for group_of in (host, nvlink_group):
+        workers = _narrowed(workers, n, group_of)
+    groups = _numbers_by_size(workers, nvlink_group)
+    hosts = _numbers_by_size(workers, host)
+    return sorted(workers, key=lambda worker: (hosts[host(worker)], groups[nvlink_group(worker)]))[:n]
 
 
-def _narrowed(workers: list[Worker], n: int, place: Callable[[Worker], Hashable]) -> list[Worker]:
-    """The workers of the smallest place that has at least n of them; all workers, if no place has."""
-    sizes = Counter(map(place, workers))
+def _narrowed(workers: list[Worker], n: int, group_of: Callable[[Worker], Hashable]) -> list[Worker]:
+    """The workers of the smallest group that has at least n of them; all workers, if no group has."""
+    sizes = Counter(map(group_of, workers))
     fits = [each for each, size in sizes.items() if size >= n]
     if not fits:
         return workers
     best = min(fits, key=lambda each: sizes[each])
-    return [worker for worker in workers if place(worker) == best]
+    return [worker for worker in workers if group_of(worker) == best]
 
 
-def _by_size(workers: list[Worker], place: Callable[[Worker], Hashable]) -> dict[Hashable, int]:
-    """Numbers the places from 0, in descending order of their number of workers."""
-    return {each: order for order, (each, _) in enumerate(Counter(map(place, workers)).most_common())}
+def _numbers_by_size(workers: list[Worker], group_of: Callable[[Worker], Hashable]) -> dict[Hashable, int]:
+    """Numbers the groups from 0, in descending order of their number of workers."""
+    return {each: order for order, (each, _) in enumerate(Counter(map(group_of, workers)).most_common())}
 
 
-def form(leases: list[Lease]) -> None:
+def form_gang(leases: list[Lease]) -> None:
     """Makes the leases of one task, in the order of their ranks, a gang."""
     gang = Gang(leases)
     for rank, lease in enumerate(leases):

@@ -43,7 +43,7 @@ class _Item(Protocol):
 I = TypeVar("I", bound=_Item)  # an item
 
 
-class ByFirstTask(Generic[I]):
+class FirstTaskHeap(Generic[I]):
     """Resource classes, or backlogs, by the position of their first task."""
 
     __slots__ = ("_heap", "_items")
@@ -53,7 +53,7 @@ class ByFirstTask(Generic[I]):
         self._heap: list[tuple[Position, int, I]] = []
         self._items = 0
 
-    def place(self, item: I) -> None:
+    def update(self, item: I) -> None:
         """Adds an item, or moves it after a change of its position."""
         heap, before, position = self._heap, item.entry_number, item.position
         if before and item.entry_position == position:
@@ -133,7 +133,7 @@ class Backlog:
     """See the module."""
 
     __slots__ = (
-        "classes", "entry_number", "entry_position", "no_room_for_model", "pin", "shape", "size", "strategy",
+        "classes", "entry_number", "entry_position", "model_blocked", "pin", "shape", "size", "strategy",
         "too_few_tasks",
     )  # fmt: skip
 
@@ -141,12 +141,12 @@ class Backlog:
         self.strategy = strategy
         self.shape = shape  # without a partition
         self.pin = pin  # the only worker for its tasks, if the strategy is pinned and there is one
-        self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
+        self.classes: FirstTaskHeap[ResourceClass] = FirstTaskHeap()
         self.size = 0  # waiting tasks
         self.entry_number = 0  # in ResourceClasses.ready
         self.entry_position: Position = (0, 0)
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
-        self.no_room_for_model = False  # a worker has room in its window, but none for the model
+        self.model_blocked = False  # a worker has room in its window, but none for the model
 
     @property
     def key(self) -> tuple[str, Shape, Worker | None]:
@@ -172,7 +172,7 @@ class ResourceClasses:
         self._pins = pins
         self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
         self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
-        self.ready: ByFirstTask[Backlog] = ByFirstTask()
+        self.ready: FirstTaskHeap[Backlog] = FirstTaskHeap()
         self.blocked: dict[Backlog, dict[Worker, None]] = {}  # with the workers for which each waits
         self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
 
@@ -240,7 +240,7 @@ class ResourceClasses:
     def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, tasks: int) -> None:
         """Adds `tasks` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
         backlog.size += tasks
-        self._place(backlog, resource_class)
+        self._reposition(backlog, resource_class)
         if backlog.too_few_tasks and backlog in self.blocked:
             self.unblock(backlog)
 
@@ -251,7 +251,7 @@ class ResourceClasses:
         if resource_class.size:
             if backlog is not None:
                 backlog.size -= 1
-                self._place(backlog, resource_class)
+                self._reposition(backlog, resource_class)
             return
         if backlog is not None:
             backlog.size -= 1
@@ -266,15 +266,15 @@ class ResourceClasses:
         if not shapes:
             del self._shapes[name]
 
-    def _place(self, backlog: Backlog, resource_class: ResourceClass) -> None:
+    def _reposition(self, backlog: Backlog, resource_class: ResourceClass) -> None:
         """Moves a class, and its backlog, to the positions of their first tasks."""
         head = resource_class.head()
         assert head is not None, "it has tasks"
         if head.task_id != resource_class.position[1] or not resource_class.entry_number:
             resource_class.position = resource_class.priority, head.task_id
-            backlog.classes.place(resource_class)
+            backlog.classes.update(resource_class)
             if backlog not in self.blocked:
-                self.ready.place(backlog)
+                self.ready.update(backlog)
 
     # --- backlogs ----------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class ResourceClasses:
         backlog.size -= resource_class.size
         if backlog.size:
             if backlog not in self.blocked:
-                self.ready.place(backlog)
+                self.ready.update(backlog)
             return
         self.blocked.pop(backlog, None)
         self.ready.remove(backlog)
@@ -339,7 +339,7 @@ class ResourceClasses:
 
     def unblock(self, backlog: Backlog) -> None:
         del self.blocked[backlog]
-        self.ready.place(backlog)
+        self.ready.update(backlog)
 
     def unblock_for(self, changed: Iterable[Worker]) -> list[Backlog]:
         """Unblocks the backlogs that wait for one of these workers, and returns them."""

@@ -25,7 +25,7 @@ UNIT_S = 0.01
 # A lease is late when it has taken more than this many times its expected time.
 LATE = 1.25
 # Limit of the cache of eligible workers by shape; beyond it the cache is emptied.
-SHAPES_MAX = 8192
+ELIGIBLE_SHAPES_MAX = 8192
 # Limit of lost workers, and of lost workers whose last sessions had the same token: a peer that invents worker_ids
 # takes at most half of the places. Cordoned workers do not count.
 LOST_WORKERS_MAX, LOST_WORKERS_TOKEN_MAX = 1000, 500
@@ -38,8 +38,8 @@ class Fleet:
         self.sessions: dict[int, Worker] = {}
         self.with_room: dict[Worker, None] = {}  # accepting workers with room in their windows
         self.maybe_freed: dict[Worker, None] = {}  # workers that may have gained room since the last pop_maybe_freed
-        self.membership_changes = 0  # counts the calls of eligibility_changed
-        self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
+        self.eligibility_changes = 0  # counts the calls of eligibility_changed
+        self.estimates_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
         self.models_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
@@ -115,13 +115,13 @@ class Fleet:
 
     def eligibility_changed(self, worker: Worker) -> None:
         """Call when a worker joined or left, or when the tasks that it can run or may be granted have changed."""
-        self.membership_changes += 1
+        self.eligibility_changes += 1
         self._groups.clear()
         self._eligible.clear()
         self._resident.clear()
-        self.touch(worker)
+        self.score_changed(worker)
 
-    def touch(self, worker: Worker) -> None:
+    def score_changed(self, worker: Worker) -> None:
         """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained some:
         room_changed.)
         """
@@ -134,7 +134,7 @@ class Fleet:
     def room_changed(self, worker: Worker) -> None:
         """Call when a worker may have gained room, or lost some."""
         self.maybe_freed[worker] = None
-        self.touch(worker)
+        self.score_changed(worker)
 
     def pop_maybe_freed(self) -> dict[Worker, None]:
         """Returns the workers that may have gained room since the last call."""
@@ -161,7 +161,7 @@ class Fleet:
                 return c
         return None
 
-    def unfit(self, worker: Worker, shape: Shape) -> str | None:
+    def ineligibility(self, worker: Worker, shape: Shape) -> str | None:
         """Returns why this worker could never run tasks of this shape; None if it could."""
         if self.capability(worker, shape) is None:
             if shape.kind not in worker.kinds:
@@ -194,10 +194,10 @@ class Fleet:
         """
         found = self._eligible.get(shape)
         if found is None:
-            if len(self._eligible) > SHAPES_MAX:
+            if len(self._eligible) > ELIGIBLE_SHAPES_MAX:
                 self._eligible.clear()
                 self._groups.clear()
-            found = {w: None for w in self.workers.values() if self.unfit(w, shape) is None}
+            found = {w: None for w in self.workers.values() if self.ineligibility(w, shape) is None}
             found = self._eligible[shape] = self._groups.setdefault(tuple(found), found)
         return found
 
@@ -273,9 +273,9 @@ class Fleet:
             self._resident[shape] = count
         return count
 
-    def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
+    def apply_models(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
         """Applies the list of models in a heartbeat."""
-        if worker.residency.heard(models, last_frame, now):
+        if worker.residency.apply_models(models, last_frame, now):
             self._resident_changed()
             self._record_sizes((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
@@ -294,7 +294,7 @@ class Fleet:
             self.sizes.learn(model, memory_bytes, load_s)
         # Dispatch tries all backlogs again: the loading time decides how many tasks must wait before a worker loads
         # the model, and the size decides whether there is room for it.
-        self.averages_changes += self.sizes.changes != before
+        self.estimates_changes += self.sizes.changes != before
 
     # --- how fast ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Fleet:
         update_average(worker.pace.unit_s, key, ran_s / units)
         changed = self._unit_s.learn(key, ran_s / units, now)
         if self._units.learn(key, units / n, now) or changed:
-            self.averages_changes += 1
+            self.estimates_changes += 1
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
@@ -337,7 +337,7 @@ class Fleet:
             lease.cost_s = cost_s
         if late or window < pace.leases_max:
             pace.leases_max = min(pace.leases_max, window)
-            self.touch(worker)
+            self.score_changed(worker)
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class Fleet:
                 del residency.granted_without_id[next(iter(residency.granted_without_id))]
         if loads:
             self._resident_changed()
-        self.touch(worker)
+        self.score_changed(worker)
         return key if loads else None
 
     def remove_lease(self, lease: Lease) -> None:
