@@ -268,7 +268,7 @@ class UnloadModel:
 
 @dataclass(slots=True)
 class SetStrategy:
-    name: str  # canonical; "", only with a queue: the queue uses the fleet's strategy
+    name: str  # a canonical name; "" (only if queue is set): the queue follows the fleet's strategy
     queue: str = ""
 
 
@@ -404,7 +404,9 @@ class ForwardPartials:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """A worker's visible state changed. `save`: in the journal, too. `gone`: the worker was forgotten."""
+    """A worker's visible state changed. `save`: also write the worker's settings to the journal. `gone`: the worker was
+    forgotten.
+    """
 
     worker: Worker
     save: bool = False

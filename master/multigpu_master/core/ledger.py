@@ -34,7 +34,8 @@ from multigpu_master.core.workers.pace import Key
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
-# A timer that fires this late shows that the master was suspended: it first reads what workers have sent meanwhile.
+# A timer that fires later than this shows that the master was suspended. The timer is then set again, so that the
+# master first reads what workers have sent meanwhile.
 TIMER_LATE_S = 1.0
 # The reason for revoking the other leases of a gang once one of them has ended without success.
 RANK_ENDED = "the attempt has ended: the lease of rank {rank} ended without success"
@@ -52,15 +53,15 @@ class Limits:
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
-    # The circuit breaker trips if more than this share of the connected devices, and more than one, fall sick within
-    # breaker_window_s.
+    # The circuit breaker trips if more than this share of the devices that are or were connected within
+    # breaker_window_s, and more than one, are found sick or suspect in that time.
     breaker_share: float = 0.3
     breaker_window_s: float = 600.0
     retry_delay_s: float = 1.0  # rejected clients should wait this long
 
     @property
     def timer_late_s(self) -> float:
-        """A timer that fires later than this is set again, to this long from now: see TIMER_LATE_S."""
+        """How late a timer may fire: a later one is set again, for this many seconds from now. See TIMER_LATE_S."""
         return min(TIMER_LATE_S, self.session_timeout_s / 4)
 
 
@@ -220,7 +221,9 @@ class Ledger:
         queue.leased_bytes += size
         self.leased += 1
         if task.spec.run_timeout_s is not None and not task.run_timeout_armed:
-            task.run_timeout_armed = True  # one expiry for all leases: a task may be returned and leased without end
+            # At most one run_timeout expiry per task: a task may be leased any number of times, and the expiries would
+            # pile up.
+            task.run_timeout_armed = True
             self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, TimeLimit.RUN_TIMEOUT)
         return loads
 
@@ -231,7 +234,9 @@ class Ledger:
             self._fleet.add_lease(lease.worker, lease, now)
 
     def release(self, lease: Lease) -> None:
-        """Moves a task from leased to queued. The caller then puts it into its class, pauses it or settles it."""
+        """Moves a task from leased to queued. If the lease is a gang's, the whole attempt ends: releases and revokes
+        the leases of the other ranks. The caller then puts the task into its class, pauses it or settles it.
+        """
         task = lease.task
         if task.lease is not None and task.lease.log:
             self._keep_log(task)

@@ -54,7 +54,7 @@ class Dispatcher:
         # room since the last dispatch.
         self._candidates: dict[Backlog, Candidates] = {}
         self._freed_workers: dict[Backlog, list[Worker]] = {}
-        self._compared = 0  # workers, for all backlogs
+        self._compared = 0  # number of workers compared in this event, over all backlogs
         self._places: dict[tuple[str, Shape], dict[Worker, Place]] = {}  # by strategy and shape; see Candidates
         # The fleet's change counters as of the last _unblock_changed().
         self._eligibility = -1
@@ -70,8 +70,7 @@ class Dispatcher:
         if not self._can_grant(now):
             return
         self._gangs.update()
-        if self._reservations.by_backlog:
-            self._reservations.end_abandoned()
+        self._reservations.end_abandoned()
         self._drop_candidates()
         self._unblock_changed()
         self._compared = 0
@@ -85,7 +84,8 @@ class Dispatcher:
                 break
             backlog, resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
-            if limited and self._attempts.end_if_overdue(task, now):  # its expiry is due, but beyond the first DUE_MAX
+            # Overdue: its expiry is due but beyond the first DUE_MAX, or was postponed while the task was leased.
+            if limited and self._attempts.end_if_overdue(task, now):
                 expired += 1
                 continue
             worker = None
@@ -166,7 +166,7 @@ class Dispatcher:
                 return worker
         able = {pin: None} if pin is not None else fleet.eligible(backlog.shape)
         self._ledger.classes.block(backlog, able)
-        if fleet.models_by_id and backlog.model_blocked:
+        if backlog.model_blocked:
             self._reservations.watch_blocked(backlog, now)
         return None
 
@@ -198,7 +198,7 @@ class Dispatcher:
         return worker
 
     def _drop_candidates(self) -> None:
-        """Call when workers may have gained room, or need a smaller backlog: all are compared again."""
+        """Call when workers may have gained room, or need a smaller backlog: all workers are compared again."""
         self._candidates.clear()
         self._freed_workers.clear()
 

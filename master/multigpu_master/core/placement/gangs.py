@@ -1,12 +1,13 @@
 """Gangs: tasks that several workers run at the same time, each as one rank.
 
-A gang gets all its leases at once or none, on workers that hold no other lease, and these workers get no other lease
-until the gang ends. If too few workers are idle, the gang's backlog reserves as many workers as it needs: their present
-leases run on, and new ones are granted only as back-fill, see below. One backlog at a time has a reservation, so two
-gangs cannot each hold half of what they need; a gang that finds enough other idle workers begins without one. If no
-gang could begin within RESERVED_S, the reservation ends and the first gang pauses for RESERVED_S; meanwhile other gangs
-may reserve workers, and other tasks run. The next reservation for this gang lasts twice as long, so that tasks which
-run for longer than RESERVED_S cannot keep it from beginning for ever.
+A gang gets all its leases at once or none, on workers that hold no other lease; each of these workers gets no other
+lease until its rank ends. If too few workers are idle, the gang's backlog reserves as many workers as it needs: their
+running leases continue, leases that wait in their windows are recalled, and new ones are granted only as back-fill, see
+below. One backlog at a time has a reservation, so two gangs cannot each hold half of what they need; a gang that finds
+enough other idle workers begins without one. If no gang could begin within RESERVED_S, the reservation ends and the
+first gang pauses for RESERVED_S; meanwhile other gangs may reserve workers, and other tasks run. The next reservation
+for this gang lasts twice as long, so that tasks which run for longer than RESERVED_S cannot keep it from beginning for
+ever.
 
 A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size; a
 reservation is of world_size_min workers. When a smaller gang has saved a checkpoint and another worker is idle, the
@@ -87,14 +88,17 @@ class Gangs:
         former_workers = workers if growing == task.task_id and since_s == now else {}
         able = self._able(backlog.strategy, shape, reserved_here, former_workers)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
-        able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
+        able.sort(
+            key=lambda worker: is_one_of(worker, avoided)
+        )  # workers on whose devices it broke an engine come last
         idle = one_per_device(worker for worker in able if worker in former_workers or _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
-        # A worker without leases and occupied slots that is not in `idle` lacks memory, for an unknown time: do not
-        # reserve it. If it is reserved already, keep it: its last task may not have freed its memory yet.
+        # A worker that has neither leases nor occupied slots, but is not in `idle`, lacks memory for an unknown time
+        # (or shares a device with one that is): do not reserve it. If it is reserved already, keep it: its last task
+        # may not have freed its memory yet.
         able = [w for w in able if w.leases or w.occupied_slots or w in idle or w in reserved_here]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in reserved_here, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):

@@ -17,8 +17,8 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# put_back() looks for a task's place among this many tasks at the front. It inserts a task with more older tasks behind
-# these, so before some older ones.
+# put_back() searches only this many tasks at the front for a task's position. A task with more older tasks than that is
+# inserted after them, and so comes before some older tasks.
 SEARCHED_MAX = 64
 # A class's deque, or a heap, with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
@@ -146,7 +146,7 @@ class Backlog:
         self.entry_number = 0  # in ResourceClasses.ready
         self.entry_position: Position = (0, 0)
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
-        self.model_blocked = False  # a worker has room in its window, but none for the model
+        self.model_blocked = False  # a worker may not get these tasks now because of their model, see Block
 
     @property
     def key(self) -> tuple[str, Shape, Worker | None]:
@@ -237,9 +237,9 @@ class ResourceClasses:
         if resource_class.backlog is not None:
             self._enlarge(resource_class.backlog, resource_class, 1)
 
-    def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, tasks: int) -> None:
-        """Adds `tasks` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
-        backlog.size += tasks
+    def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, count: int) -> None:
+        """Adds `count` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
+        backlog.size += count
         self._reposition(backlog, resource_class)
         if backlog.too_few_tasks and backlog in self.blocked:
             self.unblock(backlog)

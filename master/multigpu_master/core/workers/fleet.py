@@ -122,7 +122,7 @@ class Fleet:
         self.score_changed(worker)
 
     def score_changed(self, worker: Worker) -> None:
-        """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained some:
+        """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained room:
         room_changed.)
         """
         worker.version += 1
@@ -132,7 +132,7 @@ class Fleet:
             self.with_room.pop(worker, None)
 
     def room_changed(self, worker: Worker) -> None:
-        """Call when a worker may have gained room, or lost some."""
+        """Call when a worker may have gained room: backlogs that wait for it are tried again. Calls score_changed."""
         self.maybe_freed[worker] = None
         self.score_changed(worker)
 
@@ -316,8 +316,8 @@ class Fleet:
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, narrows its window to the leases that it could end in WINDOW_S at the fastest pace that this silence
-        allows, and raises the expected time of its late leases.
+        PACE_S, lowers its window to the number of leases that it would end in WINDOW_S if one round (the tasks that all
+        slots run together) took as long as the silence so far; and raises the expected time of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
         ended in its last report if these are more. The new expected time of a late lease is the time since its
