@@ -33,7 +33,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
             f"tasks of {QUEUE_SHAPES_MAX} different requirements (kind, model, labels, device memory, workers) wait in "
             f"queue {spec.queue!r} already; use fewer of them, or try again later"
         )
-        return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
+        return ev.Rejection(RESOURCE_EXHAUSTED, what, ev.RETRY_DELAY_S)
     # Without a connected worker it is unknown what the fleet will run.
     shape = shape_of(spec)
     if spec.wait_for_worker or not fleet.sessions or fleet.placeable(shape):
@@ -46,7 +46,7 @@ def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.
     limits = ledger.limits
     if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"
-        return ev.Rejection(UNAVAILABLE, what, limits.retry_delay_s)
+        return ev.Rejection(UNAVAILABLE, what, ev.RETRY_DELAY_S)
     if ledger.unsettled >= limits.tasks_max:
         what = f"the master holds its limit of {limits.tasks_max} unsettled tasks (queue_tasks_max)"
     elif ledger.unsettled_bytes + size > limits.bytes_max:
@@ -57,7 +57,7 @@ def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.
         what = f"payloads in queue {queue.name!r} would exceed its limit of {queue.bytes_max} bytes"
     else:
         return None
-    return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", limits.retry_delay_s)
+    return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", ev.RETRY_DELAY_S)
 
 
 def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:

@@ -19,6 +19,9 @@ from multigpu_master.core.workers.info import (
     WorkerInfo,
 )
 
+# Rejected clients should wait this long before they try again.
+RETRY_DELAY_S = 1.0
+
 
 @dataclass(slots=True)
 class Rejection:
@@ -380,11 +383,9 @@ class Recall:
 
 @dataclass(slots=True)
 class SendDesiredState:
-    """Send the worker its desired state: its drain, and the checks and models that the Worker object requires."""
+    """Send the worker its whole desired state, which is read from the Worker when the command is executed."""
 
     session: int
-    draining: bool
-    drain_deadline_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -448,7 +449,7 @@ class Commands:
     def send_desired_state(self, worker: Worker) -> None:
         """Sends the worker, if it is connected, its complete desired state."""
         if worker.session:
-            self._commands.append(SendDesiredState(worker.session, worker.draining, worker.drain_deadline_s))
+            self._commands.append(SendDesiredState(worker.session))
 
     def revoke(self, session: int, lease_ids: list[int], reason: str) -> None:
         if lease_ids:

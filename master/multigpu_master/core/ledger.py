@@ -30,7 +30,6 @@ from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.task_table import TaskTable
 from multigpu_master.core.timers import DUE_MAX, Expiries, TimeLimit, Timers
 from multigpu_master.core.workers.fleet import Fleet
-from multigpu_master.core.workers.pace import Key
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
@@ -57,7 +56,6 @@ class Limits:
     # breaker_window_s, and more than one, are found sick or suspect in that time.
     breaker_share: float = 0.3
     breaker_window_s: float = 600.0
-    retry_delay_s: float = 1.0  # rejected clients should wait this long
 
     @property
     def timer_late_s(self) -> float:
@@ -208,9 +206,9 @@ class Ledger:
         if spec.queue_timeout_s is not None:
             self.expiries.at(task.submit_s + spec.queue_timeout_s, task, TimeLimit.QUEUE_TIMEOUT)
 
-    def record_lease(self, lease: Lease, now: float) -> Key | None:
-        """Moves a task, which has left its class, from queued to leased. Returns the task's (kind, model) if the worker
-        has to load the model, else None.
+    def record_lease(self, lease: Lease, now: float) -> bool:
+        """Moves a task, which has left its class, from queued to leased. Returns whether the worker has to load the
+        task's model.
         """
         task = lease.task
         loads = self._fleet.add_lease(lease.worker, lease, now)
@@ -260,10 +258,6 @@ class Ledger:
             if lease is not ended:
                 self._commands.revoke(lease.worker.session, [lease.lease_id], RANK_ENDED.format(rank=ended.rank))
         ended.task.lease = None
-
-    def rank_succeeded(self, lease: Lease) -> None:
-        """Releases a lease whose rank is not the last to succeed. The caller has removed it from worker.leases."""
-        self._fleet.subtract_leases(lease.worker, [lease], len(lease.task.payload))
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
         """Adds a partial output, which counts as `size` bytes."""
@@ -317,7 +311,6 @@ class Ledger:
         worker.leases, and has set the outcomes.
         """
         tasks, bytes_total, kept_bytes, uncommitted_bytes = [], 0, 0, 0
-        queue, queue_name = None, ""
         for lease in leases:
             task = lease.task
             assert task.lease is lease, "a live lease must be the lease of its task"
@@ -329,14 +322,12 @@ class Ledger:
             bytes_total += size
             if task.extra is not None:
                 kept_bytes += task.extra.kept_bytes
-            if queue is None or spec.queue != queue_name:
-                queue_name = spec.queue
-                queue = self.queues[queue_name]
+            queue = self.queues[spec.queue]
             queue.leased -= 1
             queue.leased_bytes -= size
             if spec.durable:
                 uncommitted_bytes += settled_bytes(task)
-        self._fleet.subtract_leases(worker, leases, bytes_total)
+        self._fleet.subtract_leases(worker, leases)
         count = len(tasks)
         self.leased -= count
         self.unsettled -= count

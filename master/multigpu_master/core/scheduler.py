@@ -64,7 +64,7 @@ class Core:
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
         reservations = LoadReservations(fleet, timers)
         recalls = Recalls(ledger, fleet, timers, commands, self.can_grant)
-        self.gangs = Gangs(ledger, fleet, timers, commands, attempts, lambda: self.ids.next_id)
+        self.gangs = Gangs(ledger, fleet, timers, commands, attempts, self.ids)
         self._dispatcher = Dispatcher(
             ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.can_grant
         )
@@ -188,7 +188,7 @@ class Core:
         if stream and stream not in task.streams:
             open_streams = [each for each in task.streams if each in self._streams]
             if len(open_streams) >= STREAMS_MAX:
-                return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.ledger.limits.retry_delay_s)
+                return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, ev.RETRY_DELAY_S)
             task.streams = (*open_streams, stream)
         return None
 

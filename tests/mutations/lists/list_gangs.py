@@ -232,7 +232,7 @@ GANGS = (
         "        task.outcome, task.lease = outcome, lease\n",
     ),
     sessions("the device time of a rank is lost", "            self._usage.add_rank_s(lease.task, device_s)\n"),
-    sessions("a finished rank holds its worker", "            self._ledger.rank_succeeded(lease)\n"),
+    sessions("a finished rank holds its worker", "            self._fleet.subtract_leases(lease.worker, [lease])\n"),
     sessions(
         "the queue timeout ends a gang whose rank 0 has ended",
         "                lease.running, lease.running_since_s = True, outcome.start_s or outcome.dispatch_s\n",

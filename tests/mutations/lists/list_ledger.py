@@ -36,8 +36,8 @@ LEDGER = (
     fleet("models ignored", "if not c.models or not shape.model or shape.model in c.models:\n", "if True:\n"),
     Mutation(
         "P10: a fast worker is given more than it said it takes",
-        "min(int(rate * WINDOW_S), info.window_tasks))",
-        "int(rate * WINDOW_S))",
+        "min(int(self.rate * WINDOW_S), info.window_tasks))",
+        "int(self.rate * WINDOW_S))",
         module="multigpu_master.core.workers.pace",
     ),
     Mutation(
@@ -45,7 +45,9 @@ LEDGER = (
         "self.leases_max = narrow_window(info)",
         module="multigpu_master.core.workers.pace",
     ),
-    fleet("bytes of a window don't come back", "worker.leased_bytes -= payload_bytes"),
+    fleet(
+        "bytes of a window don't come back", "worker.leased_bytes -= sum([len(lease.task.payload) for lease in leases])"
+    ),
     fleet(
         "promised memory does not come back",
         "worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])",

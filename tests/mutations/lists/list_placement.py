@@ -104,7 +104,9 @@ PLACEMENT = (
         "return Place(-score, worker.last_dispatch,",
     ),
     candidates_story("no backlog waits to grow", "backlog.too_few_tasks = True"),
-    candidates("a backlog of one task less suffices", "<= backlog.size or", "<= backlog.size + 1 or", seeds=5000),
+    candidates(
+        "a backlog of one task less suffices", "worker, backlog.size):", "worker, backlog.size + 1):", seeds=5000
+    ),
     pins("pins outlive their workers", "del self._pins[key]"),
     pins("pins outlive the fleet", "self._eligibility != self._fleet.eligibility_changes:", "self._eligibility == -1:"),
     pins("a new worker takes no partition keys", "elif joined:\n", "elif False:\n", seeds=2000),
@@ -161,7 +163,7 @@ PLACEMENT = (
         "                backlog.size -= 1\n                self._reposition",
         "                self._reposition",
     ),
-    classes("P10: classes in which nothing waits stay in memory", "del self.by_key[resource_class.key()]"),
+    classes("P10: classes in which nothing waits stay in memory", "del self.by_key[resource_class.key]"),
     classes("P10: empty backlogs stay in memory", "del self.backlogs[backlog.key]"),
     classes(
         "a change of one worker unblocks too little",

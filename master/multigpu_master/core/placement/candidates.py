@@ -165,7 +165,7 @@ class Candidates:
                 heappop(heap)
                 if worker in fleet.with_room:
                     self._rank(worker)
-            elif strategy.min_backlog(shape, worker, fleet) <= backlog.size or fleet.reserved(worker, shape):
+            elif backlog_suffices(fleet, strategy, shape, worker, backlog.size):
                 return worker
             else:
                 heappop(heap)

@@ -27,28 +27,27 @@ from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
 from multigpu_master.core.placement.candidates import free_if_short, is_one_of
-from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.placement.resource_classes import Backlog, BacklogKey
+from multigpu_master.core.restart import IdRange
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
 RESERVED_S = 60.0
-BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class Gangs:
-    """See the module. `peek_id` returns the id of the next lease, and does not issue it."""
+    """See the module."""
 
     def __init__(
-        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,
-        peek_id: Callable[[], int],
-    ) -> None:  # fmt: skip
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts, ids: IdRange
+    ) -> None:
         self._ledger = ledger
         self._fleet = fleet
         self._timers = timers
         self._commands = commands
         self._attempts = attempts
-        self._peek_id = peek_id
+        self._ids = ids
         # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
         self._key: BacklogKey | None = None
         self.ready = False  # no reserved worker has a lease
@@ -158,7 +157,7 @@ class Gangs:
         wanted = dict.fromkeys(kept + choose_workers(others, size - len(kept), backlog.shape))
         if self._key is None:
             self._key = backlog.key
-            self._first_id = self._peek_id()
+            self._first_id = self._ids.next_id
             number = self._number = self._number + 1
             expired = task.extra.reservations_expired if task.extra is not None else 0
             self._timers.at(now + RESERVED_S * 2.0**expired, lambda at_s: self._expire(number, at_s))

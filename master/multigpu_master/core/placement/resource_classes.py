@@ -28,6 +28,8 @@ STALE_MIN = 64
 _ENTRY_NUMBERS = itertools.count(1)
 # The priority and the task_id of a first task.
 Position = tuple[int, int]
+ClassKey = tuple[str, int, Shape]  # ResourceClass.key
+BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class _Item(Protocol):
@@ -102,7 +104,8 @@ class ResourceClass:
         self.entry_number = 0  # in backlog.classes
         self.entry_position = self.position
 
-    def key(self) -> tuple[str, int, Shape]:
+    @property
+    def key(self) -> ClassKey:
         return self.queue.name, self.priority, self.shape
 
     def head(self) -> Task | None:
@@ -149,7 +152,7 @@ class Backlog:
         self.model_blocked = False  # a worker may not get these tasks now because of their model, see Block
 
     @property
-    def key(self) -> tuple[str, Shape, Worker | None]:
+    def key(self) -> BacklogKey:
         return self.strategy.name, self.shape, self.pin
 
     @property
@@ -170,8 +173,8 @@ class ResourceClasses:
     def __init__(self, strategy_of: Callable[[Queue], Strategy], pins: Pins) -> None:
         self._strategy_of = strategy_of
         self._pins = pins
-        self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
-        self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
+        self.by_key: dict[ClassKey, ResourceClass] = {}
+        self.backlogs: dict[BacklogKey, Backlog] = {}
         self.ready: FirstTaskHeap[Backlog] = FirstTaskHeap()
         self.blocked: dict[Backlog, dict[Worker, None]] = {}  # with the workers for which each waits
         self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
@@ -227,7 +230,7 @@ class ResourceClasses:
         """Counts a task that was added to the class."""
         resource_class.size += 1
         if resource_class.size == 1:
-            self.by_key[resource_class.key()] = resource_class
+            self.by_key[resource_class.key] = resource_class
             shapes = self._shapes.setdefault(resource_class.queue.name, {})
             shape = resource_class.shape._replace(partition=-1)
             shapes[shape] = shapes.get(shape, 0) + 1
@@ -257,7 +260,7 @@ class ResourceClasses:
             backlog.size -= 1
             self._leave_backlog(resource_class)
         resource_class.tasks.clear()
-        del self.by_key[resource_class.key()]
+        del self.by_key[resource_class.key]
         name, shape = resource_class.queue.name, resource_class.shape._replace(partition=-1)
         shapes = self._shapes[name]
         shapes[shape] -= 1

@@ -207,9 +207,9 @@ class Fleet:
 
     def placeable(self, shape: Shape) -> bool:
         """Whether enough workers could run such a task, lost workers included."""
-        return bool(self.eligible(shape)) and (
-            shape.world_size_min == 1 or self.device_count(shape) >= shape.world_size_min
-        )
+        if shape.world_size_min == 1:
+            return bool(self.eligible(shape))
+        return self.device_count(shape) >= shape.world_size_min
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -341,8 +341,8 @@ class Fleet:
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
-    def add_lease(self, worker: Worker, lease: Lease, now: float) -> Key | None:
-        """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
+    def add_lease(self, worker: Worker, lease: Lease, now: float) -> bool:
+        """Adds a lease to the worker's window. Returns whether the worker has to load the task's model."""
         task = lease.task
         first = task.lease  # of a gang: the lease of rank 0
         assert first is None or (lease.rank and first.gang is lease.gang), "the task has a lease already"
@@ -371,7 +371,7 @@ class Fleet:
         if loads:
             self._resident_changed()
         self.score_changed(worker)
-        return key if loads else None
+        return loads
 
     def remove_lease(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
@@ -382,14 +382,14 @@ class Fleet:
         del lease.worker.leases[lease.lease_id]
         if not lease.rank:
             lease.task.lease = None
-        self.subtract_leases(lease.worker, [lease], len(lease.task.payload))
+        self.subtract_leases(lease.worker, [lease])
         self.room_changed(lease.worker)
 
-    def subtract_leases(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
+    def subtract_leases(self, worker: Worker, leases: Sequence[Lease]) -> None:
         """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts gang_leases_limit."""
         if leases and leases[0].gang is not None:
             worker.gang_leases_limit = None
-        worker.leased_bytes -= payload_bytes
+        worker.leased_bytes -= sum([len(lease.task.payload) for lease in leases])
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])
         if self.models_by_id:

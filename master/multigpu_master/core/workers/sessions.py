@@ -299,7 +299,7 @@ class Sessions:
             if not lease.running:  # no heartbeat has said so, but the attempt has begun
                 lease.running, lease.running_since_s = True, outcome.start_s or outcome.dispatch_s
         if gang.succeeded < len(gang.leases):
-            self._ledger.rank_succeeded(lease)
+            self._fleet.subtract_leases(lease.worker, [lease])
             self._usage.add_rank_s(lease.task, device_s)
             gang.device_s += device_s
             return False
