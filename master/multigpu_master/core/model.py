@@ -178,7 +178,7 @@ class Task:
     units: int = 1
     submit_s: float = 0.0
     task_id: int = 0
-    attempts: int = 0  # number of attempts, without those that are not charged
+    attempts: int = 0  # number of attempts so far, with the current one, without uncharged ones
     lease: "Lease | None" = None
     outcome: Outcome | None = None
     streams: tuple[int, ...] = ()  # the Run streams that get its outcome

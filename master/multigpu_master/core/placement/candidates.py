@@ -134,7 +134,7 @@ class Candidates:
     when workers are left out for these reasons.
 
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
-    worker's version changes. The caller drops all places when eligible workers or estimates change (Fleet).
+    worker's version changes. The caller drops all places when the fleet's eligible workers or estimates change.
     """
 
     __slots__ = ("_backlog", "_fleet", "_heap", "_places", "compared")

@@ -30,9 +30,7 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Pace:
-    """The measured pace of one worker. `since_s` and `reported_s` are times in seconds since 1970; `unit_s` are
-    durations in seconds.
-    """
+    """The measured pace of one worker. `since_s` and `reported_s` are times in seconds since 1970."""
 
     leases_max: int = 1  # leases that the worker may hold now
     rate: float = 0.0  # tasks per second, over all kinds; 0.0: not measured
