@@ -70,7 +70,7 @@ DISK_FULL = ev.Rejection(
     "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
     "durable tasks are rejected until there is room; free space on its disk (never delete files in "
     "data_dir) or raise the limit, or submit with durability EPHEMERAL",
-    1.0,
+    ev.RETRY_DELAY_S,
 )
 NOT_DURABLE = (
     "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
@@ -150,7 +150,7 @@ class Driver:
             ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids,
             ev.RejectUnwritten: self._reject_unwritten, ev.Dispatch: self.workers.dispatch,
             ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
-            ev.Desire: self.workers.desire, ev.EndSession: self.workers.end,
+            ev.SendDesiredState: self.workers.send_desired_state, ev.EndSession: self.workers.end,
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
@@ -265,7 +265,7 @@ class Driver:
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         answer = self.submit(spec, [task], 0, set_result_of(future), {task.request_id: replaces})[0]
         error = await future
-        return answer if error is None else ev.Rejection(8, str(error), 1.0)
+        return answer if error is None else ev.Rejection(8, str(error), ev.RETRY_DELAY_S)
 
     def done_soon(self, done: Done | None) -> None:
         """Calls `done` without an error, in the loop's next round: there is nothing to write to the journal."""

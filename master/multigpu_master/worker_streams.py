@@ -130,20 +130,21 @@ class WorkerStreams:
         message = self._message(command.session, LEASE_ID_BYTES * len(command.lease_ids))
         message.recalled_lease_ids.extend(command.lease_ids)
 
-    def desire(self, command: ev.Desire) -> None:
+    def send_desired_state(self, command: ev.SendDesiredState) -> None:
         """Sends the state that the worker should have: its mode, the checks of its device, and its models."""
+        worker = self._fleet.sessions.get(command.session)
+        if worker is None:
+            return
         desired = self._message(command.session, MESSAGE_BYTES).desired
         desired.Clear()  # the frame may have an earlier state
-        if command.draining:
+        if worker.draining:
             desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
-            if command.drain_deadline_s is not None:
-                set_time(desired.drain_deadline, command.drain_deadline_s)
+            if worker.drain_deadline_s is not None:
+                set_time(desired.drain_deadline, worker.drain_deadline_s)
         else:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
-        worker = self._fleet.sessions.get(command.session)
-        if worker is not None:
-            desired.check, desired.check_at_once = worker.checks_asked, worker.check_at_once
-            fill_desired(desired, worker)
+        desired.check, desired.check_at_once = worker.checks_asked, worker.check_at_once
+        fill_desired(desired, worker)
 
     def end(self, command: ev.EndSession) -> None:
         """Ends the stream of a session at once. ABORTED tells the worker that a newer session has replaced it."""

@@ -12,7 +12,7 @@ from multigpu_master.core.placement import explain as explaining
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import DUE_MAX, SWEEP_MIN, Expiries, TimeLimit
-from multigpu_master.core.workers.fleet import SHAPES_MAX
+from multigpu_master.core.workers.fleet import ELIGIBLE_SHAPES_MAX
 from multigpu_master.core.workers.sessions import MAKES_ROOM, REQUEUE_S
 
 from tests.core.stage import FAILED, SPEC, Stage, lease_of, leased, state_of
@@ -146,10 +146,10 @@ def test_what_is_kept_for_each_shape_of_tasks_is_bounded() -> None:
     stage = Stage()
     stage.worker()
     fleet = stage.core.fleet
-    for memory_bytes in range(4 * SHAPES_MAX):
+    for memory_bytes in range(4 * ELIGIBLE_SHAPES_MAX):
         fleet.resident_workers(Shape("run", "", (), memory_bytes))
-    assert len(fleet._eligible) <= SHAPES_MAX + 1
-    assert len(fleet._resident) <= SHAPES_MAX + 1
+    assert len(fleet._eligible) <= ELIGIBLE_SHAPES_MAX + 1
+    assert len(fleet._resident) <= ELIGIBLE_SHAPES_MAX + 1
 
 
 def test_a_task_that_is_returned_without_end_has_one_expiry_for_its_run_timeout() -> None:

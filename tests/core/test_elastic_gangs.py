@@ -42,7 +42,7 @@ def test_an_elastic_gang_grows_at_a_checkpoint_uncharged() -> None:
     assert gang.attempts == 1
     assert gang.extra is not None
     assert (gang.extra.checkpoint, gang.extra.losses) == (b"step 5", 0)
-    assert gang.extra.attempts[-1].reason == "it begins again with more workers, which are idle"
+    assert gang.extra.ended_attempts[-1].reason == "it begins again with more workers, which are idle"
     host(stage, "d")
     largest = lease_of(gang)
     save(stage, largest)

@@ -256,15 +256,15 @@ def test_attempts_that_ran_before_are_kept() -> None:
     """One for each that failed or was lost while it ran, with its times; at most 16."""
     stage, task = leased(replace(SPEC, attempts_max=20, backoff_initial_s=0.0))
     first = lease_of(task)
-    first.running, first.run_s = True, stage.now + 1
+    first.running, first.running_since_s = True, stage.now + 1
     stage.fail(first, "OSError", after_s=3)
     assert task.extra is not None
-    assert task.extra.attempts == (Attempt("w", 1000.0, 0.0, 1003.0, "OSError: no good", first.lease_id),)
+    assert task.extra.ended_attempts == (Attempt("w", 1000.0, 0.0, 1003.0, "OSError: no good", first.lease_id),)
     for _ in range(17):
         stage.handle(ev.Tick(), 1)
         stage.fail(lease_of(task), after_s=1)
-    assert len(task.extra.attempts) == 16
-    assert {attempt.reason for attempt in task.extra.attempts} == {"ValueError: no good"}
+    assert len(task.extra.ended_attempts) == 16
+    assert {attempt.reason for attempt in task.extra.ended_attempts} == {"ValueError: no good"}
 
 
 def reconnect(stage: Stage, lease: Lease, *, running: bool, log: str = "") -> None:
@@ -289,7 +289,7 @@ def test_an_attempt_that_goes_on_after_a_reconnect_is_not_listed_as_lost() -> No
     lease_of(task).running = True
     reconnect(stage, lease_of(task), running=True)
     assert task.extra is not None
-    assert (task.extra.attempts, task.extra.last_error) == ((), None)
+    assert (task.extra.ended_attempts, task.extra.last_error) == ((), None)
 
 
 def test_only_the_loss_of_the_adopted_lease_is_taken_back() -> None:
@@ -320,7 +320,7 @@ def test_device_time_counts_once_if_a_report_has_successes_and_failures() -> Non
     failure = ev.Failure(ids[3], TaskError("ValueError", "no good"))
     stage.handle(ev.Reports(stage.sessions, ids[:3], [b""] * 3, failures=[failure], device_s=1.0))
     (used,) = stage.core.usage.pop_sums().values()
-    assert (used.succeeded, used.failed) == (3, 1)
+    assert (used.succeeded, used.failed_attempts) == (3, 1)
     assert used.device_s == pytest.approx(1.0)
 
 

@@ -68,7 +68,7 @@ def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
         stage.report(lease_of(task), after_s=0.01)
         stage.now += 30.0
         stage.beat()
-    assert abs(stage.core.fleet.workers["w"].pace.task_s - 0.01) < 0.002
+    assert abs(stage.core.fleet.workers["w"].pace.rate - 100) < 20
 
 
 def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
@@ -99,7 +99,7 @@ def test_partial_outputs_count_and_so_do_empty_ones() -> None:
     assert two.lease is None
     assert two.extra is not None
     assert (two.extra.last_error, len(two.extra.partials)) == (None, 2), "there is no room for the error's text"
-    assert two.extra.attempts[-1].reason.startswith("ResourceExhausted")
+    assert two.extra.ended_attempts[-1].reason.startswith("ResourceExhausted")
     assert two.outcome is None, "it may be tried again"
     assert stage.core.ledger.unsettled_bytes == room
     stage.report(lease_of(one))

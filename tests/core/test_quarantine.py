@@ -182,7 +182,7 @@ def suspected(fleet: Fleet) -> tuple[Worker, list[Task]]:
         fleet.breaks(task)
     assert not sick.quarantined
     commands = fleet.fail(lease_of(broken[2]), "EngineDied", broke_engine=True, after_s=0.1)
-    assert ev.Desire(sick.session, draining=False) in commands
+    assert ev.SendDesiredState(sick.session) in commands
     return sick, broken
 
 
@@ -219,7 +219,7 @@ def test_a_suspicion_survives_sessions_and_is_asked_again() -> None:
     fleet = Fleet().gpus(2)
     sick, _ = suspected(fleet)
     commands = fleet.gpu(sick.worker_id, sick.info.device_id)
-    assert ev.Desire(sick.session, draining=False) in commands
+    assert ev.SendDesiredState(sick.session) in commands
     assert sick.quarantined
     fleet.says(sick.worker_id, Health(checks_passed=7))  # of an earlier master's asking
     assert not sick.quarantined

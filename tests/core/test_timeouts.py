@@ -216,7 +216,7 @@ def test_a_run_timeout_after_a_suspension_is_not_later_than_that_of_the_last_lea
     stage.fail(lease_of(task), MAKES_ROOM, returned=True)
     stage.handle(ev.Tick(), 2.0)
     stage.beat(running=True)
-    run_s = lease_of(task).run_s
+    running_since_s = lease_of(task).running_since_s
     stage.handle(ev.Tick(), begin_s + 2.0 + RUN_GRACE_S + 1.5 - stage.now)  # SIGSTOP until then
     assert task.lease is not None
-    assert stage.core.next_timer_s() == run_s + 2.0 + RUN_GRACE_S
+    assert stage.core.next_timer_s() == running_since_s + 2.0 + RUN_GRACE_S

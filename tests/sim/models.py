@@ -130,7 +130,7 @@ class ModelWorld:
         for command in self.core.handle(event, self.now):
             if isinstance(command, ev.Dispatch):
                 self._granted(self.hosts[command.session - 1], command, before[command.session])
-            elif isinstance(command, ev.Desire):
+            elif isinstance(command, ev.SendDesiredState):
                 self._desired(self.hosts[command.session - 1])
             elif isinstance(command, ev.Settled):
                 self.core.handle(ev.SettlesCommitted(command.tasks), self.now)

@@ -12,8 +12,8 @@ from multigpu_master.core.workers import fleet
 SMALL = (
     (resource_classes, "STALE_MIN", 2),
     (timers, "SWEEP_MIN", 4),
-    (fleet, "SHAPES_MAX", 32),
-    (admission, "SHAPES_MAX", 3),
+    (fleet, "ELIGIBLE_SHAPES_MAX", 32),
+    (admission, "QUEUE_SHAPES_MAX", 3),
     (dispatch, "BLOCKS_MAX", 3),
     (pins, "PINS_MAX", 4),
     (gangs, "RESERVED_S", 0.4),

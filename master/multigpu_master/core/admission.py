@@ -13,7 +13,7 @@ DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 
 QUEUES_MAX = 10_000
 # Limit of the shapes of waiting tasks in a queue: when a worker becomes free, dispatch spends some microseconds on each
 # shape that it can run.
-SHAPES_MAX = 1_000
+QUEUE_SHAPES_MAX = 1_000
 # Limit of names that a rejection lists.
 NAMED_MAX = 20
 # A rejection suggests a similar name only if there are at most this many names, and if the given name has at most this
@@ -28,12 +28,12 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
     queues = ledger.queues
     if spec.queue not in queues and len(queues) >= QUEUES_MAX and not ledger.prune_queues():
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
-    if ledger.classes.too_many_shapes(spec, SHAPES_MAX):
+    if ledger.classes.too_many_shapes(spec, QUEUE_SHAPES_MAX):
         what = (
-            f"tasks of {SHAPES_MAX} different requirements (kind, model, labels, device memory, workers) wait in queue "
-            f"{spec.queue!r} already; use fewer of them, or try again later"
+            f"tasks of {QUEUE_SHAPES_MAX} different requirements (kind, model, labels, device memory, workers) wait in "
+            f"queue {spec.queue!r} already; use fewer of them, or try again later"
         )
-        return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
+        return ev.Rejection(RESOURCE_EXHAUSTED, what, ev.RETRY_DELAY_S)
     # Without a connected worker it is unknown what the fleet will run.
     shape = shape_of(spec)
     if spec.wait_for_worker or not fleet.sessions or fleet.placeable(shape):
@@ -46,7 +46,7 @@ def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.
     limits = ledger.limits
     if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"
-        return ev.Rejection(UNAVAILABLE, what, limits.retry_delay_s)
+        return ev.Rejection(UNAVAILABLE, what, ev.RETRY_DELAY_S)
     if ledger.unsettled >= limits.tasks_max:
         what = f"the master holds its limit of {limits.tasks_max} unsettled tasks (queue_tasks_max)"
     elif ledger.unsettled_bytes + size > limits.bytes_max:
@@ -57,7 +57,7 @@ def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.
         what = f"payloads in queue {queue.name!r} would exceed its limit of {queue.bytes_max} bytes"
     else:
         return None
-    return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", limits.retry_delay_s)
+    return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", ev.RETRY_DELAY_S)
 
 
 def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
@@ -86,7 +86,7 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     if able := fleet.device_count(shape):
         what = f"{shape.world_size_min} workers, each on its own device, have to run this task at the same time"
         return f"{what}, and {able} could; {wait}"
-    why = "; ".join(f"{w.worker_id}: {fleet.unfit(w, shape)}" for w in workers[:5])
+    why = "; ".join(f"{w.worker_id}: {fleet.ineligibility(w, shape)}" for w in workers[:5])
     return f"no worker could ever take this task ({why}); {wait}"
 
 

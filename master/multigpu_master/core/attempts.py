@@ -88,10 +88,10 @@ class Attempts:
             extra.sick_returns += 1
             if extra.sick_returns > SICK_RETURNS_MAX:
                 what = f"devices fell sick {extra.sick_returns} times while they ran this task"
-                self.failed(lease, TaskError("DeviceFellSick", what), lease.run_s, now, now)
+                self.failed(lease, TaskError("DeviceFellSick", what), lease.running_since_s, now, now)
                 return
         if lease.running:
-            self._record(lease, lease.run_s, now, message)
+            self._record(lease, lease.running_since_s, now, message)
         self._uncharge(lease)
         if sick:
             self._requeue(task, now, 0.0)
@@ -114,7 +114,7 @@ class Attempts:
         if lease.running and lease.gang is None:
             self._ledger.counters.requeued += 1
             error = TaskError("WorkerLost", f"worker {worker_id} was lost while it ran the task")
-            self.failed(lease, error, lease.run_s, now, now)
+            self.failed(lease, error, lease.running_since_s, now, now)
         else:
             self.lost(lease, f"worker {worker_id} was lost", now)
 
@@ -134,7 +134,7 @@ class Attempts:
         self._ledger.counters.requeued += 1
         self._withdraw(lease, why)
         if lease.running:
-            self._record(lease, lease.run_s, now, why)
+            self._record(lease, lease.running_since_s, now, why)
         self.requeue_uncharged(lease, now, 0.0)
 
     @staticmethod
@@ -144,7 +144,7 @@ class Attempts:
         reason = reason[:REASON_CHARS_MAX]
         attempt = Attempt(lease.worker.worker_id, dispatch_s, start_s, end_s, reason, lease.lease_id)
         extra = lease.task.ensure_extra()
-        extra.attempts = (*extra.attempts[1 - ATTEMPTS_KEPT :], attempt)
+        extra.ended_attempts = (*extra.ended_attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _uncharge(self, lease: Lease) -> None:
         task, gang = lease.task, lease.gang
@@ -159,7 +159,7 @@ class Attempts:
         """Revokes a lease; its attempt counts as failed with this error."""
         self._withdraw(lease, error.message)
         self._ledger.counters.requeued += 1
-        self.failed(lease, error, lease.run_s, now, now)
+        self.failed(lease, error, lease.running_since_s, now, now)
 
     def revoke_uncharged(self, lease: Lease, why: str, now: float) -> None:
         """Revokes a lease, which counts as lost."""
@@ -183,7 +183,7 @@ class Attempts:
         outcome = Outcome(state, now, error=error)
         lease = task.lease
         if lease is not None:
-            outcome.dispatch_s, outcome.start_s, _ = lease.stages(lease.run_s, now)
+            outcome.dispatch_s, outcome.start_s, _ = lease.stages(lease.running_since_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
         self.take_out(task, error.message)
         self._ledger.settle(task, outcome, now)
@@ -251,7 +251,7 @@ class Attempts:
         if lease is None or timeout_s is None:
             return
         worker = lease.worker
-        since_s = lease.run_s if lease.running else lease.dispatch_s
+        since_s = lease.running_since_s if lease.running else lease.dispatch_s
         if not lease.running and worker.residency.loading(lease.model):
             since_s = now
         due_s, late_s = since_s + timeout_s + RUN_GRACE_S, self._ledger.limits.timer_late_s

@@ -19,6 +19,9 @@ from multigpu_master.core.workers.info import (
     WorkerInfo,
 )
 
+# Rejected clients should wait this long before they try again.
+RETRY_DELAY_S = 1.0
+
 
 @dataclass(slots=True)
 class Rejection:
@@ -268,7 +271,7 @@ class UnloadModel:
 
 @dataclass(slots=True)
 class SetStrategy:
-    name: str  # canonical; "", only with a queue: the queue uses the fleet's strategy
+    name: str  # a canonical name; "" (only if queue is set): the queue follows the fleet's strategy
     queue: str = ""
 
 
@@ -379,12 +382,10 @@ class Recall:
 
 
 @dataclass(slots=True)
-class Desire:
-    """Send the worker its desired state: its drain, and the checks and models that the Worker object requires."""
+class SendDesiredState:
+    """Send the worker its whole desired state, which is read from the Worker when the command is executed."""
 
     session: int
-    draining: bool
-    drain_deadline_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -404,7 +405,9 @@ class ForwardPartials:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """A worker's visible state changed. `save`: in the journal, too. `gone`: the worker was forgotten."""
+    """A worker's visible state changed. `save`: also write the worker's settings to the journal. `gone`: the worker was
+    forgotten.
+    """
 
     worker: Worker
     save: bool = False
@@ -420,8 +423,8 @@ class BreakerChanged:
 
 
 Command = (
-    Submitted | Cancelled | Settled | RejectUnwritten | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire
-    | EndSession | ForwardPartials | WorkerChanged | BreakerChanged
+    Submitted | Cancelled | Settled | RejectUnwritten | RenewIds | Welcome | Dispatch | Revoke | Recall
+    | SendDesiredState | EndSession | ForwardPartials | WorkerChanged | BreakerChanged
 )  # fmt: skip
 
 
@@ -443,10 +446,10 @@ class Commands:
     def worker_changed(self, worker: Worker, *, save: bool = False, gone: bool = False) -> None:
         self._commands.append(WorkerChanged(worker, save, gone))
 
-    def desire(self, worker: Worker) -> None:
+    def send_desired_state(self, worker: Worker) -> None:
         """Sends the worker, if it is connected, its complete desired state."""
         if worker.session:
-            self._commands.append(Desire(worker.session, worker.draining, worker.drain_deadline_s))
+            self._commands.append(SendDesiredState(worker.session))
 
     def revoke(self, session: int, lease_ids: list[int], reason: str) -> None:
         if lease_ids:

@@ -38,7 +38,7 @@ def fingerprint(task: Task) -> int | None:
     if not task.request_id:
         return None
     outcome = task.outcome
-    if outcome is not None and outcome.state is OutcomeState.CANCELLED and outcome.withdrawn:
+    if outcome is not None and outcome.withdrawn:
         return REQUEST_ID_FREE
     crc = task.payload_crc if task.payload_crc >= 0 else payload_crc(task)
     return None if crc < 0 else crc << SPEC_BITS | task.spec.identity

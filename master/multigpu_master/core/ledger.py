@@ -30,11 +30,11 @@ from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.task_table import TaskTable
 from multigpu_master.core.timers import DUE_MAX, Expiries, TimeLimit, Timers
 from multigpu_master.core.workers.fleet import Fleet
-from multigpu_master.core.workers.pace import Key
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
-# A timer that fires this late shows that the master was suspended: it first reads what workers have sent meanwhile.
+# A timer that fires later than this shows that the master was suspended. The timer is then set again, so that the
+# master first reads what workers have sent meanwhile.
 TIMER_LATE_S = 1.0
 # The reason for revoking the other leases of a gang once one of them has ended without success.
 RANK_ENDED = "the attempt has ended: the lease of rank {rank} was revoked, or ended without success"
@@ -52,15 +52,14 @@ class Limits:
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
-    # The circuit breaker trips if more than this share of the connected devices, and more than one, fall sick within
-    # breaker_window_s.
+    # The circuit breaker trips if more than this share of the devices that are or were connected within
+    # breaker_window_s, and more than one, are found sick or suspect in that time.
     breaker_share: float = 0.3
     breaker_window_s: float = 600.0
-    retry_delay_s: float = 1.0  # rejected clients should wait this long
 
     @property
     def timer_late_s(self) -> float:
-        """A timer that fires later than this is set again, to this long from now: see TIMER_LATE_S."""
+        """How late a timer may fire: a later one is set again, for this many seconds from now. See TIMER_LATE_S."""
         return min(TIMER_LATE_S, self.session_timeout_s / 4)
 
 
@@ -187,7 +186,7 @@ class Ledger:
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass, *, requeued_letter: bool = False) -> None:
+    def add_queued(self, task: Task, resource_class: ResourceClass, *, requeued_letter: bool = False) -> None:
         """Adds a queued task. `requeued_letter`: it is a requeued dead letter; its old task_id decides its place."""
         self.tasks.add(task)
         if task.request_id:
@@ -207,9 +206,9 @@ class Ledger:
         if spec.queue_timeout_s is not None:
             self.expiries.at(task.submit_s + spec.queue_timeout_s, task, TimeLimit.QUEUE_TIMEOUT)
 
-    def record_lease(self, lease: Lease, now: float) -> Key | None:
-        """Moves a task, which has left its class, from queued to leased. Returns the task's (kind, model) if the worker
-        has to load the model, else None.
+    def record_lease(self, lease: Lease, now: float) -> bool:
+        """Moves a task, which has left its class, from queued to leased. Returns whether the worker has to load the
+        task's model.
         """
         task = lease.task
         loads = self._fleet.add_lease(lease.worker, lease, now)
@@ -220,7 +219,9 @@ class Ledger:
         queue.leased_bytes += size
         self.leased += 1
         if task.spec.run_timeout_s is not None and not task.run_timeout_armed:
-            task.run_timeout_armed = True  # one expiry for all leases: a task may be returned and leased without end
+            # At most one run_timeout expiry per task: a task may be leased any number of times, and the expiries would
+            # pile up.
+            task.run_timeout_armed = True
             self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, TimeLimit.RUN_TIMEOUT)
         return loads
 
@@ -231,7 +232,9 @@ class Ledger:
             self._fleet.add_lease(lease.worker, lease, now)
 
     def release(self, lease: Lease) -> None:
-        """Moves a task from leased to queued. The caller then puts it into its class, pauses it or settles it."""
+        """Moves a task from leased to queued. If the lease is a gang's, the whole attempt ends: releases and revokes
+        the leases of the other ranks. The caller then puts the task into its class, pauses it or settles it.
+        """
         task = lease.task
         if task.lease is not None and task.lease.log:
             self._keep_log(task)
@@ -255,10 +258,6 @@ class Ledger:
             if lease is not ended:
                 self._commands.revoke(lease.worker.session, [lease.lease_id], RANK_ENDED.format(rank=ended.rank))
         ended.task.lease = None
-
-    def rank_succeeded(self, lease: Lease) -> None:
-        """Releases a lease whose rank is not the last to succeed. The caller has removed it from worker.leases."""
-        self._fleet.subtract_leases(lease.worker, [lease], len(lease.task.payload))
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
         """Adds a partial output, which counts as `size` bytes."""
@@ -312,7 +311,6 @@ class Ledger:
         worker.leases, and has set the outcomes.
         """
         tasks, bytes_total, kept_bytes, uncommitted_bytes = [], 0, 0, 0
-        queue, queue_name = None, ""
         for lease in leases:
             task = lease.task
             assert task.lease is lease, "a live lease must be the lease of its task"
@@ -324,14 +322,12 @@ class Ledger:
             bytes_total += size
             if task.extra is not None:
                 kept_bytes += task.extra.kept_bytes
-            if queue is None or spec.queue != queue_name:
-                queue_name = spec.queue
-                queue = self.queues[queue_name]
+            queue = self.queues[spec.queue]
             queue.leased -= 1
             queue.leased_bytes -= size
             if spec.durable:
                 uncommitted_bytes += settled_bytes(task)
-        self._fleet.subtract_leases(worker, leases, bytes_total)
+        self._fleet.subtract_leases(worker, leases)
         count = len(tasks)
         self.leased -= count
         self.unsettled -= count

@@ -104,8 +104,8 @@ class Extra:
     kept_bytes: int = 0  # partials_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
-    # Whether an attempt that is not charged has begun; of a gang: also one that a hello listed. Then queue_timeout no
-    # longer applies.
+    # Whether an uncharged attempt has begun. For a gang: also if a hello listed a lease of it as running. queue_timeout
+    # then no longer applies.
     begun: bool = False
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     lost_lease_id: int = 0  # of the newest of these losses
@@ -122,7 +122,7 @@ class Extra:
     log: str = ""  # the last lines that its ended attempts have written
     log_lease_id: int = 0  # the lease that wrote the last part of the log
     log_part_chars: int = 0  # size of that part
-    attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
+    ended_attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
 
 class Energy(NamedTuple):
@@ -133,7 +133,7 @@ class Energy(NamedTuple):
     uncertainty: float
 
 
-def total(parts: Sequence[Energy]) -> Energy:
+def sum_energy(parts: Sequence[Energy]) -> Energy:
     """The sum of several devices' energy; its method is the least exact of their methods."""
     joules = sum([part.joules for part in parts])
     uncertain = sum([part.joules * part.uncertainty for part in parts])
@@ -178,7 +178,7 @@ class Task:
     units: int = 1
     submit_s: float = 0.0
     task_id: int = 0
-    attempts: int = 0
+    attempts: int = 0  # number of attempts so far, with the current one, without uncharged ones
     lease: "Lease | None" = None
     outcome: Outcome | None = None
     streams: tuple[int, ...] = ()  # the Run streams that get its outcome
@@ -220,8 +220,9 @@ SLOT = 1 << 20
 class Lease:
     """The grant of one attempt of a task to a worker; the only fencing token.
 
-    If the worker begins a session while the old one is open, the lease stays. When a session is lost, its leases are
-    released, and a later hello may adopt them: as new Leases with the same ids.
+    If the worker begins a session while the old one is open, the leases that its hello lists stay; the others are
+    released, as are all when a session is lost. A later hello may adopt a released lease: as a new Lease with the same
+    id.
     """
 
     lease_id: int
@@ -232,7 +233,9 @@ class Lease:
     frame: int  # number of the dispatch that granted it; 0: the worker held it before this session
     cost_s: float  # expected run time
     running: bool = False
-    run_s: float = 0.0  # when the master last heard that it began to run, or when it began by the worker's clock
+    # When a hello or heartbeat first listed it as running, by the master's clock. For rank 0 of a gang that succeeded
+    # before any did: its reported start. 0.0: unknown.
+    running_since_s: float = 0.0
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
@@ -302,7 +305,8 @@ class Worker:
     # Reasons to grant it no leases.
     cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
-    # The device has passed all checks once health.checks_passed reaches this number (DesiredState.check). 0: it has.
+    # The number of the last check requested of the device (DesiredState.check). The check is open while
+    # health.checks_passed is below it. 0: none is open.
     checks_asked: int = 0
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
@@ -325,7 +329,7 @@ class Worker:
         return self.info.worker_id
 
     @property
-    def slots(self) -> int:
+    def usable_slots(self) -> int:
         """The slots in which leases can begin or run."""
         return max(0, self.info.slots - self.occupied_slots)
 

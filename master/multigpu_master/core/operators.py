@@ -46,13 +46,13 @@ class Operators:
         worker = self._workers[event.worker_id]
         drained, worker.cordon = worker.draining, None
         if drained:
-            self._commands.desire(worker)
+            self._commands.send_desired_state(worker)
         self._changed(worker)
 
     def drain(self, event: ev.Drain, now: float) -> None:
         worker, deadline_s = self._workers[event.worker_id], event.deadline_s
         worker.cordon = Cordon("drained", draining=True, drain_deadline_s=deadline_s)
-        self._commands.desire(worker)
+        self._commands.send_desired_state(worker)
         self._end_drain_at_deadline(worker)
         self._changed(worker)
 
@@ -92,7 +92,7 @@ class Operators:
 
     def _models_changed(self, worker: Worker) -> None:
         self._fleet.models_changed(worker)
-        self._commands.desire(worker)
+        self._commands.send_desired_state(worker)
         self._commands.worker_changed(worker, save=True)
 
     # --- rules -------------------------------------------------------------------------------------------------------

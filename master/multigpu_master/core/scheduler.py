@@ -64,7 +64,7 @@ class Core:
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
         reservations = LoadReservations(fleet, timers)
         recalls = Recalls(ledger, fleet, timers, commands, self.can_grant)
-        self.gangs = Gangs(ledger, fleet, timers, commands, attempts, lambda: self.ids.next_id)
+        self.gangs = Gangs(ledger, fleet, timers, commands, attempts, self.ids)
         self._dispatcher = Dispatcher(
             ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.can_grant
         )
@@ -107,12 +107,12 @@ class Core:
 
     @property
     def dispatch_unfinished(self) -> bool:
-        """Whether the last dispatch stopped at BLOCKS_MAX or LOOKS_MAX: a Tick is due at once."""
-        return self._dispatcher.unfinished_s is not None
+        """Whether the last dispatch stopped at BLOCKS_MAX or COMPARED_MAX: a Tick is due at once."""
+        return self._dispatcher.stopped_at_s is not None
 
     def next_timer_s(self) -> float | None:
         """When the next Tick is due, in seconds since 1970; None: there is no timer."""
-        due_s = self._dispatcher.unfinished_s
+        due_s = self._dispatcher.stopped_at_s
         for when_s in (self.timers.next_s(), self.ledger.expiries.next_s()):
             if when_s is not None and (due_s is None or when_s < due_s):
                 due_s = when_s
@@ -162,7 +162,7 @@ class Core:
             if resource_class is None or task.partition_key != key:
                 key = task.partition_key
                 resource_class = ledger.classes.get(queue, spec, partition_of(key))
-            ledger.enter(task, resource_class, requeued_letter=dead_letter_id > 0)
+            ledger.add_queued(task, resource_class, requeued_letter=dead_letter_id > 0)
             results.append(task)
             fresh.append(task)
         ledger.counters.submitted += len(fresh)
@@ -188,7 +188,7 @@ class Core:
         if stream and stream not in task.streams:
             open_streams = [each for each in task.streams if each in self._streams]
             if len(open_streams) >= STREAMS_MAX:
-                return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.ledger.limits.retry_delay_s)
+                return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, ev.RETRY_DELAY_S)
             task.streams = (*open_streams, stream)
         return None
 
@@ -213,7 +213,7 @@ class Core:
         ledger = self.ledger
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
-            ledger.enter(task, ledger.class_of(task))
+            ledger.add_queued(task, ledger.class_of(task))
         for when_s, task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
             self._attempts.apply_limit(task, limit, when_s, now)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from multigpu._transport.payloads import Reference
 
-from multigpu_master.core.usage import Used
+from multigpu_master.core.usage import UsageSums
 from multigpu_master.errors import JournalError
 from multigpu_master.ids import Incarnation
 
@@ -93,7 +93,7 @@ class UsageRecord(NamedTuple):
 
     begin_s: int  # seconds since 1970, a multiple of USAGE_INTERVAL_S
     key: UsageKey
-    used: Used
+    used: UsageSums
 
 
 @dataclass(slots=True)

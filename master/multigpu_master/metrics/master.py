@@ -20,7 +20,7 @@ from multigpu.v1 import worker_service_pb2
 from multigpu_master import VERSION
 from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.usage import Used
+from multigpu_master.core.usage import UsageSums
 from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import UsageKey
@@ -181,8 +181,8 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     yield metric("mgpu_queue_leases", "Tasks leased to workers.", *[sample(q.leased, queue=q.name) for q in queues])
 
 
-def _of_usage(totals: Mapping[UsageKey, Used]) -> Iterator[Metric]:
-    def each(name: str, text: str, value: Callable[[Used], float]) -> Metric:
+def _of_usage(totals: Mapping[UsageKey, UsageSums]) -> Iterator[Metric]:
+    def each(name: str, text: str, value: Callable[[UsageSums], float]) -> Metric:
         return metric(name, text, *[sample(value(used), **key._asdict()) for key, used in totals.items()])
 
     yield each("mgpu_usage_device_seconds_total", "Device time of tasks.", lambda used: used.device_s)

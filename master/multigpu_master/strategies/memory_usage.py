@@ -14,7 +14,7 @@ class MemoryUsage(Strategy):
     name: ClassVar[str] = "memory_usage"
     aliases: ClassVar[tuple[str, ...]] = ("memory",)
     summary: ClassVar[str] = "The device with the most free memory; above memory_threshold_percent it gets nothing new."
-    score_meaning: ClassVar[str] = "minus the free device memory, in bytes"
+    score_meaning: ClassVar[str] = "minus the free device memory that its leases leave, in bytes"
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
         fraction = worker.memory_fraction()

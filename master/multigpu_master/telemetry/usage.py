@@ -7,7 +7,7 @@ interval. A crash of the master loses the usage of about FLUSH_S. While the disk
 import asyncio
 from collections.abc import Callable, Collection
 
-from multigpu_master.core.usage import Usage, Used
+from multigpu_master.core.usage import Usage, UsageSums
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
 from multigpu_master.write_buffer import Done, WriteBuffer, set_result_of
@@ -23,7 +23,7 @@ OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(o
 
 class UsageLog:
     def __init__(self, usage: Usage, write_buffer: WriteBuffer, now: Callable[[], float]) -> None:
-        self.totals: dict[UsageKey, Used] = {}  # since the master started
+        self.totals: dict[UsageKey, UsageSums] = {}  # since the master started
         self._usage = usage
         self._write_buffer = write_buffer
         self._now = now
@@ -60,13 +60,13 @@ class UsageLog:
         begin_s = now_s - now_s % USAGE_INTERVAL_S
         if begin_s != self._interval_begin_s:
             self._interval_begin_s, self._keys = begin_s, set()
-        sums: dict[UsageKey, Used] = {}
+        sums: dict[UsageKey, UsageSums] = {}
         for spec, used in self._usage.pop_sums().items():
             key = UsageKey(spec.queue, spec.submitter, spec.kind, spec.model)
             kept = _kept(key, self._keys)
             self._keys.add(kept)
-            sums.setdefault(kept, Used()).add(used)
-            self.totals.setdefault(_kept(key, self.totals), Used()).add(used)
+            sums.setdefault(kept, UsageSums()).add(used)
+            self.totals.setdefault(_kept(key, self.totals), UsageSums()).add(used)
         if sums or done is not None:
             records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
             self._write_buffer.append(Entry(usage=records), done, urgent=done is not None)

@@ -52,8 +52,8 @@ class OutcomeWriter:
             own.partials.extend(task.extra.partials)
             if any(task.extra.partial_content_types):
                 own.partial_content_types.extend(task.extra.partial_content_types)
-        if task.extra is not None and task.extra.attempts:
-            fill_attempts(own.earlier_attempts, task.extra.attempts)
+        if task.extra is not None and task.extra.ended_attempts:
+            fill_attempts(own.earlier_attempts, task.extra.ended_attempts)
         if task.extra is not None and task.extra.log:
             own.log = task.extra.log
         if o.energy is not None:

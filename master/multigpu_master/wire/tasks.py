@@ -147,7 +147,7 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
         lease = task.lease
         message.worker_id = lease.worker.worker_id
         message.lease_id = lease.lease_id
-        fill_stages(message.stages, task.submit_s, *lease.stages(lease.run_s, now)[:2])
+        fill_stages(message.stages, task.submit_s, *lease.stages(lease.running_since_s, now)[:2])
         if lease.fraction or lease.steps or lease.note:
             message.progress.fraction = lease.fraction
             message.progress.steps = lease.steps
@@ -160,7 +160,7 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
     if extra is not None and extra.last_error is not None:
         fill_error(message.last_error, extra.last_error)
     if extra is not None:
-        fill_attempts(message.earlier_attempts, extra.attempts)
+        fill_attempts(message.earlier_attempts, extra.ended_attempts)
     return message
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
+from multigpu_master.core.admission import QUEUE_SHAPES_MAX, RESOURCE_EXHAUSTED
 from multigpu_master.core.model import Queue, Task, Worker, shape_of
 from multigpu_master.core.placement.dispatch import BLOCKS_MAX
-from multigpu_master.core.placement.resource_classes import SEARCHED_MAX, Backlog, ByFirstTask, ResourceClass
+from multigpu_master.core.placement.resource_classes import SEARCHED_MAX, Backlog, FirstTaskHeap, ResourceClass
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
@@ -116,14 +116,14 @@ def test_a_queue_with_another_strategy_leaves_the_backlog_of_the_old_one() -> No
 
 def test_tasks_of_too_many_different_shapes_are_rejected() -> None:
     stage = Stage()
-    for n in range(SHAPES_MAX):
+    for n in range(QUEUE_SHAPES_MAX):
         assert stage.submit(1, Spec(kind="run", memory_bytes=n, wait_for_worker=True))
-    one_more = Spec(kind="run", memory_bytes=SHAPES_MAX, wait_for_worker=True)
+    one_more = Spec(kind="run", memory_bytes=QUEUE_SHAPES_MAX, wait_for_worker=True)
     (rejection,) = stage.submitted([Task(one_more, "", b"")]).results
     assert isinstance(rejection, ev.Rejection)
     assert rejection.code == RESOURCE_EXHAUSTED
     assert stage.submit(1, Spec(kind="run", memory_bytes=7, wait_for_worker=True))
-    assert stage.submit(1, Spec(kind="run", queue="other", memory_bytes=SHAPES_MAX + 1, wait_for_worker=True))
+    assert stage.submit(1, Spec(kind="run", queue="other", memory_bytes=QUEUE_SHAPES_MAX + 1, wait_for_worker=True))
     stage.handle(ev.Cancel([task for task in stage.core.ledger.tasks.values() if task.spec.memory_bytes == 9]))
     assert stage.submit(1, one_more)
 
@@ -224,22 +224,22 @@ def test_cancelled_tasks_leave_the_memory_of_their_class(strategy: str) -> None:
 
 
 def test_an_item_that_moves_forward_again_and_again_leaves_no_trace_in_the_order() -> None:
-    order = ByFirstTask[ResourceClass]()
+    order = FirstTaskHeap[ResourceClass]()
     classes = [ResourceClass(Queue("q"), 3, shape_of(Spec(kind=f"kind{n}"))) for n in range(2)]
     for task_id in range(1000, 0, -1):
         resource_class = classes[task_id % 2]
         resource_class.position = (3, task_id)
-        order.place(resource_class)
+        order.update(resource_class)
         assert order.first() is resource_class
     assert len(order._heap) < 200
 
 
 def test_an_item_that_moved_to_another_order_is_not_found_in_the_first() -> None:
-    orders = [ByFirstTask[ResourceClass]() for _ in range(2)]
+    orders = [FirstTaskHeap[ResourceClass]() for _ in range(2)]
     item = ResourceClass(Queue("q"), 3, shape_of(Spec(kind="run")))
     item.position = (3, 7)
-    orders[0].place(item)
+    orders[0].update(item)
     orders[0].remove(item)
-    orders[1].place(item)
+    orders[1].update(item)
     assert orders[0].first() is None
     assert orders[1].first() is item

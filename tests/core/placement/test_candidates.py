@@ -7,7 +7,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Cordon, Lease, Shape, Task, Worker
 from multigpu_master.core.placement.candidates import Candidates
-from multigpu_master.core.placement.dispatch import LOOKS_MAX
+from multigpu_master.core.placement.dispatch import COMPARED_MAX
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.spec import Spec
@@ -76,7 +76,7 @@ def test_the_next_event_asks_only_for_the_workers_that_have_changed() -> None:
     (task,) = stage.submit(1)
     assert task.lease is not None
     assert len(scored) == 1, "the worker that got the first task"
-    stage.core.fleet.averages_changes += 1
+    stage.core.fleet.estimates_changes += 1
     scored.clear()
     stage.submit(1)
     assert len(scored) == 300, "all scores depend on the averages"
@@ -100,13 +100,13 @@ def test_an_event_compares_a_limited_number_of_workers_and_the_next_ones_continu
     asked = asked_by(stage, full=True)
     for n in range(200):
         stage.worker(f"w{n}")
-    shapes = 3 * LOOKS_MAX // 200
+    shapes = 3 * COMPARED_MAX // 200
     for n in range(shapes):
         stage.submit(1, replace(SPEC, model=f"m{n}"))
     asked.clear()
     stage.worker("another")  # all backlogs are tried again
     assert stage.core.dispatch_unfinished
-    assert len(asked) <= LOOKS_MAX + 201
+    assert len(asked) <= COMPARED_MAX + 201
     events = 1
     while stage.core.dispatch_unfinished:
         stage.handle(ev.Tick())
@@ -161,7 +161,7 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
         worker.pace.unit_s["embed", "m"] = dice.uniform(0.01, 1)
         worker.pace.leases_max = dice.choice((0, 64, 64))
         worker.backlog_s = dice.uniform(0, 9)
-        fleet.touch(worker)
+        fleet.score_changed(worker)
     backlog = Backlog(strategy, EMBED, None)
     backlog.size = dice.choice((1, 30, 300))
     candidates = Candidates(fleet, backlog, {})
@@ -176,7 +176,7 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
         assert strategy.score(EMBED, found, fleet) == min(strategy.score(EMBED, w, fleet) for w in able)
         found.backlog_s += dice.uniform(0, 3)
         found.pace.leases_max = dice.choice((0, 64))
-        fleet.touch(found)
+        fleet.score_changed(found)
         backlog.size = max(1, backlog.size - 1)
 
 

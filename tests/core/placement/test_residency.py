@@ -286,7 +286,7 @@ def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> Non
     a = stage.ask("a")
     stage.says("a", after_s=2.0)
     commands = stage.handle(ev.UnloadModel("w", "a"))
-    assert any(isinstance(c, ev.Desire) for c in commands)
+    assert any(isinstance(c, ev.SendDesiredState) for c in commands)
     later = stage.ask("a")
     assert later.lease is None
     assert "an operator unloads it there" in stage.why(later)
@@ -296,7 +296,7 @@ def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> Non
     assert later.lease is None, "that word may have been on its way already"
     commands = stage.says()
     assert where(later) == "w"
-    assert any(isinstance(c, ev.Desire) for c in commands), "it is wanted again, and is told so"
+    assert any(isinstance(c, ev.SendDesiredState) for c in commands), "it is wanted again, and is told so"
 
 
 def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_master(stage: Models) -> None:
@@ -307,7 +307,7 @@ def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_mast
     catalog = ev.Catalog(worker.info.capabilities, (model("a", version="3", current=True),))
     commands = stage.says(catalog=catalog)
     assert list(worker.residency.operator_pinned_ids()) == ["a:3"], "the name stands for the current version"
-    assert any(isinstance(c, ev.Desire) for c in commands)
+    assert any(isinstance(c, ev.SendDesiredState) for c in commands)
     kept = settings.worker_setting(worker)
     core = Core(load_strategies(), Limits(), 1, lambda: 0.0)
     settings_kept = {k: v for k, v in kept.items() if v is not None}
@@ -318,7 +318,7 @@ def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_mast
     desired = worker_service_pb2.DesiredState()
     wire_models.fill_desired(desired, restored)
     assert list(desired.pinned_models) == ["a:3"]
-    assert any(isinstance(c, ev.Desire) for c in commands)
+    assert any(isinstance(c, ev.SendDesiredState) for c in commands)
     stage.handle(ev.UnloadModel("w", "a"))
     assert not worker.residency.operator_pins
 

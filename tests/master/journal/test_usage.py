@@ -4,7 +4,7 @@ from pathlib import Path
 
 from multigpu_master.core.model import Task
 from multigpu_master.core.spec import Spec
-from multigpu_master.core.usage import Usage, Used
+from multigpu_master.core.usage import Usage, UsageSums
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
 from multigpu_master.journal.sqlite.usage import KEPT_S
 from multigpu_master.telemetry.usage import KEYS_MAX, OTHER, UsageLog
@@ -18,7 +18,7 @@ NIGHT = UsageKey("night", "a", "embed", "minilm")
 
 
 def record(begin_s: int, key: UsageKey, device_s: float) -> UsageRecord:
-    return UsageRecord(begin_s, key, Used(2, 1, device_s, device_s / 2, 10 * device_s, device_s))
+    return UsageRecord(begin_s, key, UsageSums(2, 1, device_s, device_s / 2, 10 * device_s, device_s))
 
 
 def test_sums_grow_within_their_interval_and_are_found_by_period(tmp_path: Path) -> None:
@@ -27,8 +27,8 @@ def test_sums_grow_within_their_interval_and_are_found_by_period(tmp_path: Path)
         it.write(Entry(settles=[settle(1)], usage=[record(1200, DAY, 8.0)]))
         read = it.journal.usage
         assert read(600, 1199, ["queue"]) == [
-            (UsageKey("night", "", "", ""), Used(2, 1, 4.0, 2.0, 40.0, 4.0)),
-            (UsageKey("day", "", "", ""), Used(4, 2, 3.0, 1.5, 30.0, 3.0)),
+            (UsageKey("night", "", "", ""), UsageSums(2, 1, 4.0, 2.0, 40.0, 4.0)),
+            (UsageKey("day", "", "", ""), UsageSums(4, 2, 3.0, 1.5, 30.0, 3.0)),
         ]
         assert [used.device_s for _, used in read(0, 1e9)] == [15.0]
         assert [used.device_s for _, used in read(1199, 1200)] == [7.0], "the interval that the period touches"
@@ -60,7 +60,7 @@ class Journal:
 
 
 def ended(usage: Usage, kind: str, device_s: float = 1.0) -> None:
-    usage.succeeded([Task(Spec(kind=kind), "", b"")], device_s)
+    usage.add_succeeded([Task(Spec(kind=kind), "", b"")], device_s)
 
 
 def test_keys_of_an_interval_are_limited() -> None:
@@ -71,7 +71,7 @@ def test_keys_of_an_interval_are_limited() -> None:
         ended(usage, f"kind-{n}")
     usage_log.stop()
     assert len(journal.records) == KEYS_MAX + 1
-    assert journal.records[-1] == UsageRecord(600, OTHER, Used(succeeded=2, device_s=2.0))
+    assert journal.records[-1] == UsageRecord(600, OTHER, UsageSums(succeeded=2, device_s=2.0))
     journal.records.clear()
     ended(usage, "kind-0")
     ended(usage, "a new one")
@@ -81,7 +81,7 @@ def test_keys_of_an_interval_are_limited() -> None:
     clock_s += USAGE_INTERVAL_S
     ended(usage, "a new one")
     usage_log.stop()
-    assert journal.records == [UsageRecord(1200, UsageKey("default", "", "a new one", ""), Used(1, device_s=1.0))]
+    assert journal.records == [UsageRecord(1200, UsageKey("default", "", "a new one", ""), UsageSums(1, device_s=1.0))]
     assert len(usage_log.totals) == KEYS_MAX + 1
 
 
@@ -95,13 +95,13 @@ def test_sums_wait_while_the_disk_is_full() -> None:
     journal.writable = True
     ended(usage, "embed", 2.0)
     usage_log.stop()
-    assert journal.records == [UsageRecord(600, UsageKey("default", "", "embed", ""), Used(2, device_s=3.0))]
+    assert journal.records == [UsageRecord(600, UsageKey("default", "", "embed", ""), UsageSums(2, device_s=3.0))]
 
 
 def test_the_device_time_of_a_report_is_shared_by_units() -> None:
     usage = Usage()
     one, two = Spec(kind="one"), Spec(kind="two")
-    usage.succeeded([Task(one, "", b"", units=1), Task(one, "", b"", units=2), Task(two, "", b"", units=5)], 8.0)
-    usage.failed([Task(two, "", b"")], 4.0)
-    assert usage.pop_sums() == {one: Used(2, device_s=3.0), two: Used(1, 1, device_s=9.0)}
+    usage.add_succeeded([Task(one, "", b"", units=1), Task(one, "", b"", units=2), Task(two, "", b"", units=5)], 8.0)
+    usage.add_failed([Task(two, "", b"")], 4.0)
+    assert usage.pop_sums() == {one: UsageSums(2, device_s=3.0), two: UsageSums(1, 1, device_s=9.0)}
     assert usage.pop_sums() == {}

@@ -44,7 +44,7 @@ ATTEMPTS = (
         "P4: a task that never ends is tried for ever",
         """        self._withdraw(lease, error.message)
         self._ledger.counters.requeued += 1
-        self.failed(lease, error, lease.run_s, now, now)""",
+        self.failed(lease, error, lease.running_since_s, now, now)""",
         """        self._withdraw(lease, error.message)
         self.lost(lease, error.message, now)""",
     ),
@@ -86,7 +86,7 @@ ATTEMPTS = (
         "task.lease is not None and now > when_s + late_s",
         "False",
     ),
-    attempts("run timeout counts from the grant", "since_s = lease.run_s if lease.running else", "since_s ="),
+    attempts("run timeout counts from the grant", "since_s = lease.running_since_s if lease.running else", "since_s ="),
     attempts(
         "P7: run timeout looks once",
         "self._ledger.expiries.at(due_s if now < due_s else now + late_s, task, TimeLimit.RUN_TIMEOUT)",

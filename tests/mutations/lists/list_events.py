@@ -101,18 +101,19 @@ EVENTS = (
         "an uncordon leaves the drain", "drained, worker.cordon = worker.draining, None", "drained = worker.draining"
     ),
     operators(
-        "an uncordon is not sent to the worker", "        if drained:\n            self._commands.desire(worker)\n"
+        "an uncordon is not sent to the worker",
+        "        if drained:\n            self._commands.send_desired_state(worker)\n",
     ),
     operators(
         "a drain gets new work",
-        "draining=True, drain_deadline_s=deadline_s)\n        self._commands.desire(worker)\n",
+        "draining=True, drain_deadline_s=deadline_s)\n        self._commands.send_desired_state(worker)\n",
         "draining=True, drain_deadline_s=deadline_s)\n"
-        "        self._commands.desire(worker)\n"
+        "        self._commands.send_desired_state(worker)\n"
         "        worker.cordon = None\n",
     ),
     operators(
         "a drain is not sent to the worker",
-        "drain_deadline_s=deadline_s)\n        self._commands.desire(worker)\n",
+        "drain_deadline_s=deadline_s)\n        self._commands.send_desired_state(worker)\n",
         "drain_deadline_s=deadline_s)\n",
     ),
     operators("a drain has no deadline", "self._timers.at(deadline_s, end)"),

@@ -39,7 +39,7 @@ GANGS = (
     ),
     gangs(
         "two gangs reserve the same workers",
-        "and (worker.gang_leases_limit is None or worker in mine)",
+        "and (worker.gang_leases_limit is None or worker in reserved_here)",
         "",
         checker="gangs in seeds",
     ),
@@ -51,7 +51,7 @@ GANGS = (
     ),
     gangs(
         "workers without memory are reserved",
-        " if worker.leases or worker.occupied_slots or worker in idle or worker in mine]",
+        " if w.leases or w.occupied_slots or w in idle or w in reserved_here]",
         "]",
     ),
     gangs(
@@ -73,7 +73,10 @@ GANGS = (
         "        size = backlog.shape.world_size\n",
     ),
     gangs(
-        "a gang that grows gives its workers to another", " and not self._waits_for(task, own):", ":", checker="pytest"
+        "a gang that grows gives its workers to another",
+        " and not self._earlier_task_could_use(task, gang_workers):",
+        ":",
+        checker="pytest",
     ),
     gangs(
         "a gang whose memory is still reported does not grow",
@@ -83,13 +86,13 @@ GANGS = (
     ),
     gangs(
         "a gang begins again though it has no more workers",
-        "len(_free_devices(able, shape, own)) > len(gang.leases)",
+        "len(_free_devices(able, shape, gang_workers)) > len(gang.leases)",
         "True",
     ),
     gangs(
         "a gang is interrupted to grow though its own workers are drained",
-        "able = self._able(strategy, shape, own, own)",
-        "able = self._able(strategy, shape, own, own) + [w for w in own if not w.accepting]",
+        "able = self._able(strategy, shape, gang_workers, gang_workers)",
+        "able = self._able(strategy, shape, gang_workers, gang_workers) + [w for w in gang_workers if not w.accepting]",
     ),
     gangs(
         "a gang begins again though a rank has ended", "gang is None or gang.succeeded or len", "gang is None or len"
@@ -105,7 +108,7 @@ GANGS = (
         "first.setdefault(worker.worker_id, worker)",
     ),
     gangs("ranks are never spread", "if shape.spread_ranks:", "if False:"),
-    gangs("NVLink does not matter", "for place in (host, group):", "for place in (host,):"),
+    gangs("NVLink does not matter", "for group_of in (host, nvlink_group):", "for group_of in (host,):"),
     gangs(
         "an elastic gang grows by a worker of its device", "return one_per_device(worker for", "return list(worker for"
     ),
@@ -153,11 +156,11 @@ GANGS = (
     gangs(
         "the reservation of a gang that ended stays", "if self._key not in self._ledger.classes.backlogs:", "if False:"
     ),
-    gangs("reserved workers idle", "limit = worker.slots if old and worker not in old else 0", "limit = 0"),
+    gangs("reserved workers idle", "limit = worker.usable_slots if old and worker not in old else 0", "limit = 0"),
     gangs(
         "small tasks postpone a gang for ever",
-        "limit = worker.slots if old and worker not in old else 0",
-        "limit = worker.slots",
+        "limit = worker.usable_slots if old and worker not in old else 0",
+        "limit = worker.usable_slots",
     ),
     gangs(
         "back-fill goes on while another back-fill runs",
@@ -172,7 +175,7 @@ GANGS = (
     gangs("the workers of a gang get other tasks", "        lease.worker.gang_leases_limit = 0\n"),
     gangs(
         "ranks are spread over hosts",
-        "    return [worker for worker in workers if place(worker) == best]",
+        "    return [worker for worker in workers if group_of(worker) == best]",
         "    return workers",
     ),
     gangs("a gang takes the host with the most workers", "best = min(fits", "best = max(fits"),
@@ -239,11 +242,11 @@ GANGS = (
         "        task.outcome, task.lease = first, lease\n",
         "        task.outcome, task.lease = outcome, lease\n",
     ),
-    sessions("the device time of a rank is lost", "            self._usage.ran(lease.task, device_s)\n"),
-    sessions("a finished rank holds its worker", "            self._ledger.rank_succeeded(lease)\n"),
+    sessions("the device time of a rank is lost", "            self._usage.add_rank_s(lease.task, device_s)\n"),
+    sessions("a finished rank holds its worker", "            self._fleet.subtract_leases(lease.worker, [lease])\n"),
     sessions(
         "the queue timeout ends a gang whose rank 0 has ended",
-        "                lease.running, lease.run_s = True, outcome.start_s or outcome.dispatch_s\n",
+        "                lease.running, lease.running_since_s = True, outcome.start_s or outcome.dispatch_s\n",
         "                pass\n",
     ),
     sessions(

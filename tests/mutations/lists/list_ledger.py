@@ -21,23 +21,23 @@ LEDGER = (
     ),
     fleet(
         "eligible workers are not recomputed",
-        "        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
-        "        self._resident.clear()\n        self.touch(worker)\n",
+        "        self._eligible.clear()\n        self._resident.clear()\n        self.score_changed(worker)\n",
+        "        self._resident.clear()\n        self.score_changed(worker)\n",
     ),
     fleet("P10: a full window stays open", "if worker.accepting and not worker.full:\n", "if worker.accepting:\n"),
     fleet("a worker that takes no more work stays open", "worker.accepting and not worker.full:", "not worker.full:"),
     fleet(
         "counts of loaded models are not recomputed",
-        "        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
-        "        self._eligible.clear()\n        self.touch(worker)\n",
+        "        self._eligible.clear()\n        self._resident.clear()\n        self.score_changed(worker)\n",
+        "        self._eligible.clear()\n        self.score_changed(worker)\n",
     ),
     fleet("a change does not increment the worker's version", "worker.version += 1"),
     fleet("labels ignored", "if worker.info.labels.get(key) != value:"),
     fleet("models ignored", "if not c.models or not shape.model or shape.model in c.models:\n", "if True:\n"),
     Mutation(
         "P10: a fast worker is given more than it said it takes",
-        "min(int(rate * WINDOW_S), info.window_tasks))",
-        "int(rate * WINDOW_S))",
+        "min(int(self.rate * WINDOW_S), info.window_tasks))",
+        "int(self.rate * WINDOW_S))",
         module="multigpu_master.core.workers.pace",
     ),
     Mutation(
@@ -45,7 +45,9 @@ LEDGER = (
         "self.leases_max = narrow_window(info)",
         module="multigpu_master.core.workers.pace",
     ),
-    fleet("bytes of a window don't come back", "worker.leased_bytes -= payload_bytes"),
+    fleet(
+        "bytes of a window don't come back", "worker.leased_bytes -= sum([len(lease.task.payload) for lease in leases])"
+    ),
     fleet(
         "promised memory does not come back",
         "worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])",

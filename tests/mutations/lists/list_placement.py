@@ -34,8 +34,8 @@ PLACEMENT = (
     ),
     dispatch_story(
         "changed averages do not trigger dispatch",
-        "(fleet.membership_changes, fleet.averages_changes):",
-        "(fleet.membership_changes, self._averages):",
+        "(fleet.eligibility_changes, fleet.estimates_changes):",
+        "(fleet.eligibility_changes, self._estimates):",
     ),
     dispatch_story(
         "a task goes back to where it failed",
@@ -51,28 +51,28 @@ PLACEMENT = (
     ),
     dispatch(
         "a worker that loads a model is not looked at again",
-        "                self._look_anew()\n                classes.unblock_all(only_too_few_tasks=True)",
-        "                self._look_anew()",
+        "                self._drop_candidates()\n                classes.unblock_all(only_too_few_tasks=True)",
+        "                self._drop_candidates()",
         seeds=20000,
     ),
     dispatch(
         "candidates outlive the event",
-        "        self._look_anew()\n        self._unblock_changed()",
+        "        self._drop_candidates()\n        self._unblock_changed()",
         "        self._unblock_changed()",
     ),
     dispatch(
         "only changed workers are compared after others gained room, too",
-        "        self._look_anew()  # a reservation",
+        "        self._drop_candidates()  # a reservation",
         "        self._candidates.clear()  # a reservation",
         checker="pytest",
     ),
     dispatch(
         "a worker that comes is not tried",
-        "if (self._membership, self._averages) != (fleet.membership_changes,",
-        "if (0, self._averages) != (0,",
+        "if (self._eligibility, self._estimates) != (fleet.eligibility_changes,",
+        "if (0, self._estimates) != (0,",
     ),
     dispatch("backlogs outlive the pins", "            classes.repin()\n"),
-    dispatch("backlogs that one event left over wait for another", "self.unfinished_s = now"),
+    dispatch("backlogs that one event left over wait for another", "self.stopped_at_s = now"),
     dispatch("P10: pinned windows are never full", "or pin.full or", "or"),
     obstacles("device memory is promised twice", "free -= worker.leased_memory_bytes"),
     candidates(
@@ -104,9 +104,11 @@ PLACEMENT = (
         "return Place(-score, worker.last_dispatch,",
     ),
     candidates_story("no backlog waits to grow", "backlog.too_few_tasks = True"),
-    candidates("a backlog of one task less suffices", "<= backlog.size or", "<= backlog.size + 1 or", seeds=5000),
+    candidates(
+        "a backlog of one task less suffices", "worker, backlog.size):", "worker, backlog.size + 1):", seeds=5000
+    ),
     pins("pins outlive their workers", "del self._pins[key]"),
-    pins("pins outlive the fleet", "self._membership != self._fleet.membership_changes:", "self._membership == -1:"),
+    pins("pins outlive the fleet", "self._eligibility != self._fleet.eligibility_changes:", "self._eligibility == -1:"),
     pins("a new worker takes no partition keys", "elif joined:\n", "elif False:\n", seeds=2000),
     classes("priority ignored", "= resource_class.priority, head.task_id", "= 0, head.task_id"),
     classes(
@@ -135,13 +137,13 @@ PLACEMENT = (
     classes("P7: a requeued task does not move its class", "if head.task_id != resource_class.position[1] or", "if"),
     classes(
         "a backlog is not moved with its first class",
-        "                self.ready.place(backlog)\n            return\n",
+        "                self.ready.update(backlog)\n            return\n",
         "                pass\n            return\n",
         seeds=5000,
     ),
     classes(
         "an unblocked backlog is not ready",
-        "        del self.blocked[backlog]\n        self.ready.place(backlog)\n",
+        "        del self.blocked[backlog]\n        self.ready.update(backlog)\n",
         "        del self.blocked[backlog]\n",
     ),
     classes(
@@ -158,10 +160,10 @@ PLACEMENT = (
     ),
     classes(
         "a backlog counts what was taken or left",
-        "                backlog.size -= 1\n                self._place",
-        "                self._place",
+        "                backlog.size -= 1\n                self._reposition",
+        "                self._reposition",
     ),
-    classes("P10: classes in which nothing waits stay in memory", "del self.by_key[resource_class.key()]"),
+    classes("P10: classes in which nothing waits stay in memory", "del self.by_key[resource_class.key]"),
     classes("P10: empty backlogs stay in memory", "del self.backlogs[backlog.key]"),
     classes(
         "a change of one worker unblocks too little",
@@ -179,7 +181,7 @@ PLACEMENT = (
     recall("running leases are recalled", "if lease.running or lease.recalled_in", "if lease.recalled_in"),
     recall_story(
         "leases behind a cancelled call are not recalled",
-        "    return len(worker.leases) > worker.slots or",
+        "    return len(worker.leases) > worker.usable_slots or",
         "    return len(worker.leases) > worker.info.slots or",
     ),
     recall_story(

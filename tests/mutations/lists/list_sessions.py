@@ -62,14 +62,16 @@ SESSIONS = (
         "        if not event.by_master:\n            worker.heard_s = now\n        for",
         "        for",
     ),
-    sessions("a worker's models are not noted", "fleet.heard(worker, event.models, event.last_frame, now)"),
+    sessions("a worker's models are not noted", "fleet.apply_models(worker, event.models, event.last_frame, now)"),
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.eligibility_changed(worker)"),
     sessions("loading for ever", "fleet.forget_models_of_leases(worker)"),
     sessions(
         "a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.maybe_freed[worker] = None\n"
     ),
-    sessions("a heartbeat frees nothing", "        fleet.room_changed(worker)\n", "        fleet.touch(worker)\n"),
+    sessions(
+        "a heartbeat frees nothing", "        fleet.room_changed(worker)\n", "        fleet.score_changed(worker)\n"
+    ),
     sessions("revoke not sent to a heartbeat", "self._commands.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
         "P7: a lease that its worker has lost is never given to another", "if len(worker.leases) > len(held):"
@@ -98,7 +100,10 @@ SESSIONS = (
     sessions("P4: a task that fails does so for ever", "            elif failure.returned:", "            elif True:"),
     sessions("a success without its result", " result, content_type, None,\n", ' b"", content_type, None,\n'),
     sessions(
-        "stale reports free nothing", "fleet.room_changed(worker)  # its", "fleet.touch(worker)  # its", seeds=5000
+        "stale reports free nothing",
+        "fleet.room_changed(worker)  # its",
+        "fleet.score_changed(worker)  # its",
+        seeds=5000,
     ),
     sessions(
         "reports leave the score as it was",

@@ -239,7 +239,7 @@ class Master:
                 if command.tripped_s:
                     self.on_trip()
                 self.write_buffer.append(Entry(settings=settings.breaker_setting(command.tripped_s)))
-            case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Recall() | ev.Desire() | ev.EndSession():
+            case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Recall() | ev.SendDesiredState() | ev.EndSession():
                 if isinstance(command, ev.Welcome) and command.adopted:
                     self.world.coverage["core: adopted leases"] += len(command.adopted)
                 link = self.down.get(command.session)

@@ -274,7 +274,7 @@ class SimWorker:
         return PROOFS.of(self.info.worker_id, [lease_id], [task_id], [attempt]) == (proof,)
 
     def _down_frame(
-        self, command: ev.Welcome | ev.Revoke | ev.Recall | ev.Desire | ev.EndSession | Grant
+        self, command: ev.Welcome | ev.Revoke | ev.Recall | ev.SendDesiredState | ev.EndSession | Grant
     ) -> None:  # fmt: skip
         if not self.alive or command.session != self._session:
             return
@@ -312,7 +312,7 @@ class SimWorker:
                 leases = [self.held.leases.get(x) for x in command.lease_ids if x not in self.engine.running]
                 self.held.return_leases([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
                 self.flush()
-            case ev.Desire() if (core := self._master.core) is not None:
+            case ev.SendDesiredState() if (core := self._master.core) is not None:
                 worker = core.fleet.workers.get(self.info.worker_id)
                 asked = worker.checks_asked if worker is not None else 0  # it was forgotten since
                 if asked > self.health.checks_passed:

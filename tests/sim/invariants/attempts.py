@@ -125,7 +125,7 @@ class Attempts:
                 if failure.lease_id == lease.lease_id:
                     return False if failure.returned else failure
         timeout_s = lease.task.spec.run_timeout_s
-        return running and timeout_s is not None and now >= lease.run_s + timeout_s + RUN_GRACE_S
+        return running and timeout_s is not None and now >= lease.running_since_s + timeout_s + RUN_GRACE_S
 
     def _ended(self, lease: Lease, charge: ev.Failure | bool, now: float, *, spared: bool) -> None:
         task = lease.task

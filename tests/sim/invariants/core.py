@@ -184,8 +184,8 @@ class Invariants:
             self._grants[lease.lease_id, worker.worker_id, lease.task.task_id, lease.attempt] = None
             check(_is_lease_of(lease.task, lease), "a dispatched lease is its task's")
             check(not core.ledger.queues[lease.task.spec.queue].paused, "a paused queue dispatched")
-            unfit = core.fleet.unfit(worker, shape_of(lease.task.spec))
-            check(unfit is None, "%s can't run task %s: %s", worker.worker_id, lease.task.task_id, unfit)
+            why_never = core.fleet.ineligibility(worker, shape_of(lease.task.spec))
+            check(why_never is None, "%s can't run task %s: %s", worker.worker_id, lease.task.task_id, why_never)
 
     def _settle(self, event: ev.Event, command: ev.Settled) -> None:
         for task in command.tasks:

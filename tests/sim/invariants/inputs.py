@@ -77,7 +77,7 @@ class Inputs:
         check(spec.deadline_s is None or spec.deadline_s > now, "a task was taken whose deadline has passed")
         workers = core.fleet.workers.values()
         unknown = spec.wait_for_worker or not core.fleet.sessions
-        placeable = unknown or any(core.fleet.unfit(w, shape_of(spec)) is None for w in workers)
+        placeable = unknown or any(core.fleet.ineligibility(w, shape_of(spec)) is None for w in workers)
         check(placeable, "a task was taken that nobody could run")
 
     def _fits(self, dispatch: ev.Dispatch) -> None:
@@ -114,7 +114,13 @@ class Inputs:
             check(lease.running == held.running, "lease %s runs: %s; it is not known", lease.lease_id, held.running)
             if held.running:
                 since_s = self._run_s.setdefault(lease, now)
-                check(lease.run_s == since_s, "lease %s runs since %s, not %s", lease.lease_id, since_s, lease.run_s)
+                check(
+                    lease.running_since_s == since_s,
+                    "lease %s runs since %s, not %s",
+                    lease.lease_id,
+                    since_s,
+                    lease.running_since_s,
+                )
 
     def _operated(self, event: ev.Cordon | ev.Uncordon | ev.Drain) -> None:
         worker = self._core.fleet.workers[event.worker_id]

@@ -30,8 +30,9 @@ class Notices:
                 revoked.setdefault(command.session, []).extend(command.lease_ids)
             elif isinstance(command, ev.EndSession):
                 ended[command.session] = None
-            elif isinstance(command, ev.Desire):
-                self._desired[command.session] = command.draining, command.drain_deadline_s
+            elif isinstance(command, ev.SendDesiredState):
+                if (told := self._core.fleet.sessions.get(command.session)) is not None:
+                    self._desired[command.session] = told.draining, told.drain_deadline_s
             elif isinstance(command, ev.WorkerChanged) and command.gone:
                 self._remembered.pop(command.worker.worker_id, None)
             elif isinstance(command, ev.WorkerChanged) and command.save:

@@ -29,14 +29,14 @@ class Placement:
         """Caches equal a recomputation."""
         fleet = self._core.fleet
         for shape, found in fleet._eligible.items():
-            able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
+            able = [w for w in fleet.workers.values() if fleet.ineligibility(w, shape) is None]
             check(list(found) == able, "cached eligible workers of %s are wrong", shape)
         for worker in fleet.workers.values():
             has_room = worker.accepting and not worker.full
             known = (worker in fleet.with_room) == has_room or (has_room and worker in self._core.fleet.maybe_freed)
             check(known, "%s has room: %s; the cache of open workers differs", worker.worker_id, has_room)
         for shape, count in fleet._resident.items():
-            able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
+            able = [w for w in fleet.workers.values() if fleet.ineligibility(w, shape) is None]
             has = [w for w in able if w.accepting and fleet.load_s(w, shape) == 0.0]
             check(len(has) == count, "the cached number of workers with the model of %s is wrong", shape)
 
@@ -66,7 +66,7 @@ class Placement:
         """A gang begins once enough workers are idle, and reserves busy ones before."""
         core, gangs = self._core, self._core.gangs
         mine = gangs.reserved_for(strategy, shape)
-        able = [w for w in core.fleet.workers.values() if core.fleet.unfit(w, shape) is None]
+        able = [w for w in core.fleet.workers.values() if core.fleet.ineligibility(w, shape) is None]
         free = [w for w in able if w in mine or w.gang_leases_limit is None]
         free = [w for w in free if w.accepting and not obstacle_now(core.fleet, strategy, shape, w)]
         idle = {w.device_key for w in free if not (w.leases or w.occupied_slots)}
@@ -96,7 +96,12 @@ class Placement:
             strategy = core.ledger.strategies[name]
             if shape.world_size > 1:  # tasks of one worker may fill what it cannot use yet
                 continue
-            if strategy.pinned or shape.memory_bytes or shape.model or core.fleet.unfit(worker, shape) is not None:
+            if (
+                strategy.pinned
+                or shape.memory_bytes
+                or shape.model
+                or core.fleet.ineligibility(worker, shape) is not None
+            ):
                 continue
             if core.fleet.model_of(worker, shape) or strategy.excludes(shape, worker, core.fleet) is not None:
                 continue
@@ -123,7 +128,7 @@ class Placement:
     def _best(self, strategy: Strategy, shape: Shape, queued: int) -> Worker | None:
         """The worker for the shape by a full ranking; None if no worker can run it now."""
         fleet = self._core.fleet
-        able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
+        able = [w for w in fleet.workers.values() if fleet.ineligibility(w, shape) is None]
         if strategy.pinned:
             able = [w for w in able if w.accepting and strategy.excludes(shape, w, fleet) is None]
             able.sort(key=lambda w: (strategy.score(shape, w, fleet), w.worker_id))

@@ -161,7 +161,9 @@ class Time:
                     self._timer("the pause of task", task.task_id, task.extra.not_before_s)
                 continue
             if spec.run_timeout_s is not None:
-                due_s = (lease.run_s if lease.running else lease.dispatch_s) + spec.run_timeout_s + RUN_GRACE_S
+                due_s = (
+                    (lease.running_since_s if lease.running else lease.dispatch_s) + spec.run_timeout_s + RUN_GRACE_S
+                )
                 due_s = self._applied_by_s(task, due_s)
                 check(due_s > now, "lease %s outlives its run timeout", lease.lease_id)
                 self._timer("the run timeout of task", task.task_id, due_s)

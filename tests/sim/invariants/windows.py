@@ -32,8 +32,8 @@ class Windows:
             self._since_s = {}
             return
         sessions = core.fleet.sessions.values()
-        deep = [w for w in sessions if len(w.leases) > w.slots]
-        free = [w for w in sessions if w.accepting and len(w.leases) < w.slots and not w.full] if deep else []
+        deep = [w for w in sessions if len(w.leases) > w.usable_slots]
+        free = [w for w in sessions if w.accepting and len(w.leases) < w.usable_slots and not w.full] if deep else []
         leases = [x for w in deep for x in w.leases.values() if self._waits(x)]
         waits: list[tuple[int, object]] = [(x.lease_id, w) for x in leases for w in free if self._may_have(w, x)]
         waits += [(x.lease_id, t) for x in leases for t in self._more_urgent(x, now)]
@@ -53,7 +53,9 @@ class Windows:
         for lease_id in command.lease_ids:
             lease = worker.leases.get(lease_id) if worker is not None else None
             check((command.session, lease_id) not in self._recalled, "lease %s is recalled again", lease_id)
-            if lease is not None and lease.running and lease.run_s < now:  # else this event told so, after the recall
+            if (
+                lease is not None and lease.running and lease.running_since_s < now
+            ):  # else this event told so, after the recall
                 raise ViolationError(f"lease {lease_id} is recalled, and runs")
             self._recalled.add((command.session, lease_id))
             self._recall_s = now
@@ -74,7 +76,7 @@ class Windows:
     def _may_have(self, worker: Worker, lease: Lease) -> bool:
         core, task = self._core, lease.task
         shape, strategy = shape_of(task.spec), core.ledger.strategy_of(core.ledger.queues[task.spec.queue])
-        if core.fleet.unfit(worker, shape) is not None or obstacles(core.fleet, strategy, shape, worker):
+        if core.fleet.ineligibility(worker, shape) is not None or obstacles(core.fleet, strategy, shape, worker):
             return False
         queued = core.ledger.classes.queued(strategy, shape) + 1
         return strategy.min_backlog(shape, worker, core.fleet) <= queued or core.fleet.reserved(worker, shape)
@@ -97,7 +99,7 @@ class Windows:
                 continue
             shape = resource_class.shape
             why = obstacles(core.fleet, strategy, shape, worker)
-            if core.fleet.unfit(worker, shape) is None and all("window full" in each for each in why):
+            if core.fleet.ineligibility(worker, shape) is None and all("window full" in each for each in why):
                 found.append(head)
         return found
 

@@ -87,13 +87,13 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
     if (free := free_if_short(worker, shape)) is not None:
         why.append(f"{shape.memory_bytes} bytes of device memory required, its leases leave {max(0, free)}")
     if (block := fleet.model_block(worker, shape)) is not None:
-        why.append(_model_blocked(fleet, worker, shape, block))
+        why.append(_describe_block(fleet, worker, shape, block))
     if (excluded := strategy.excludes(shape, worker, fleet)) is not None:
         why.append(excluded)
     return why
 
 
-def _model_blocked(fleet: Fleet, worker: Worker, shape: Shape, block: Block) -> str:
+def _describe_block(fleet: Fleet, worker: Worker, shape: Shape, block: Block) -> str:
     residency, model = worker.residency, fleet.model_id(worker, shape.kind, shape.model)
     if block is not Block.NO_ROOM:
         return f"model {model}: {block.value}"
@@ -130,14 +130,14 @@ class Candidates:
     other changed workers keep their old scores until they come first.
 
     `among`: the workers that may have gained room after the backlog was blocked; only these are compared. None:
-    compares all workers, and resets the flags `too_few_tasks` and `no_room_for_model` of the backlog. Sets these flags
+    compares all workers, and resets the flags `too_few_tasks` and `model_blocked` of the backlog. Sets these flags
     when workers are left out for these reasons.
 
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
-    worker's version changes. The caller drops all places when the fleet's members or averages change.
+    worker's version changes. The caller drops all places when the fleet's eligible workers or estimates change.
     """
 
-    __slots__ = ("_backlog", "_fleet", "_heap", "_places", "looked_at")
+    __slots__ = ("_backlog", "_fleet", "_heap", "_places", "compared")
 
     def __init__(
         self, fleet: Fleet, backlog: Backlog, places: dict[Worker, Place], among: Collection[Worker] | None = None
@@ -148,12 +148,12 @@ class Candidates:
         self._heap: list[Place] = []
         with_room, eligible = fleet.with_room, fleet.eligible(backlog.shape)
         if among is None:
-            backlog.too_few_tasks = backlog.no_room_for_model = False
+            backlog.too_few_tasks = backlog.model_blocked = False
             among, _ = sorted((with_room, eligible), key=len)
         for worker in among:
             if worker in with_room and worker in eligible:
                 self._rank(worker)
-        self.looked_at = len(among)
+        self.compared = len(among)
 
     def best(self) -> Worker | None:
         """The worker for the backlog's first task; None: no worker may get it now."""
@@ -165,7 +165,7 @@ class Candidates:
                 heappop(heap)
                 if worker in fleet.with_room:
                     self._rank(worker)
-            elif strategy.min_backlog(shape, worker, fleet) <= backlog.size or fleet.reserved(worker, shape):
+            elif backlog_suffices(fleet, strategy, shape, worker, backlog.size):
                 return worker
             else:
                 heappop(heap)
@@ -180,7 +180,7 @@ class Candidates:
         if place.obstacle == NO_OBSTACLE:
             heappush(self._heap, place)
         elif place.obstacle == NO_ROOM_FOR_MODEL:
-            self._backlog.no_room_for_model = True
+            self._backlog.model_blocked = True
 
     def _place(self, worker: Worker) -> Place:
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape

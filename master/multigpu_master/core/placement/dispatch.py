@@ -17,7 +17,7 @@ from multigpu_master.core.placement.candidates import (
     is_one_of,
     others_and_best,
 )
-from multigpu_master.core.placement.gangs import Gangs, form
+from multigpu_master.core.placement.gangs import Gangs, form_gang
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import Backlog, ResourceClass
 from multigpu_master.core.restart import IdRange
@@ -28,11 +28,11 @@ from multigpu_master.core.workers.load_reservations import LoadReservations
 # Limits for one event: of the backlogs that find no worker, and of the workers that are compared, over all backlogs.
 # The next event, which is due at once, tries the other backlogs.
 BLOCKS_MAX = 1000
-LOOKS_MAX = 20_000
+COMPARED_MAX = 20_000
 # A task that broke an engine pauses for this long, repeatedly, until another device has room.
 ELSEWHERE_S = 0.05
 # Limit of shapes for which the places of workers are kept.
-SHAPES_MAX = 64
+PLACES_SHAPES_MAX = 64
 
 
 class Dispatcher:
@@ -49,32 +49,31 @@ class Dispatcher:
         self._recalls = recalls
         self._gangs = gangs
         self._can_grant = can_grant
-        self.unfinished_s: float | None = None  # when `run` stopped at BLOCKS_MAX or LOOKS_MAX; None: it did not
-        # For this event only. `_among`: by backlog that this event unblocked, the workers that may have gained room
-        # since the last dispatch.
+        self.stopped_at_s: float | None = None  # when `run` stopped at BLOCKS_MAX or COMPARED_MAX; None: it did not
+        # For this event only. `_freed_workers`: by backlog that this event unblocked, the workers that may have gained
+        # room since the last dispatch.
         self._candidates: dict[Backlog, Candidates] = {}
-        self._among: dict[Backlog, list[Worker]] = {}
-        self._looked_at = 0  # workers, for all backlogs
+        self._freed_workers: dict[Backlog, list[Worker]] = {}
+        self._compared = 0  # number of workers compared in this event, over all backlogs
         self._places: dict[tuple[str, Shape], dict[Worker, Place]] = {}  # by strategy and shape; see Candidates
         # The fleet's change counters as of the last _unblock_changed().
-        self._membership = -1
-        self._averages = -1
+        self._eligibility = -1
+        self._estimates = -1
         self._resident = -1
 
     def run(self, now: float) -> None:
         """Grants the leases that can be granted now. Stops early when BLOCKS_MAX backlogs have found no worker, when
-        one finds none after LOOKS_MAX workers were compared, when it has ended DUE_MAX overdue tasks, or when no id is
-        left; a later event continues.
+        one finds none after COMPARED_MAX workers were compared, when it has ended DUE_MAX overdue tasks, or when no id
+        is left; a later event continues.
         """
-        self.unfinished_s = None
+        self.stopped_at_s = None
         if not self._can_grant(now):
             return
         self._gangs.update()
-        if self._reservations.by_backlog:
-            self._reservations.end_abandoned()
-        self._look_anew()
+        self._reservations.end_abandoned()
+        self._drop_candidates()
         self._unblock_changed()
-        self._looked_at = 0
+        self._compared = 0
         ledger, classes = self._ledger, self._ledger.classes
         fleet, ids, with_room = self._fleet, self._ids, self._fleet.with_room
         dispatched = dict[Worker, list[Lease]]()
@@ -85,7 +84,8 @@ class Dispatcher:
                 break
             backlog, resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
-            if limited and self._attempts.end_if_overdue(task, now):  # its expiry is due, but beyond the first DUE_MAX
+            # Overdue: its expiry is due but beyond the first DUE_MAX, or was postponed while the task was leased.
+            if limited and self._attempts.end_if_overdue(task, now):
                 expired += 1
                 continue
             worker = None
@@ -95,8 +95,8 @@ class Dispatcher:
                 continue
             if worker is None:
                 blocked += 1
-                if blocked == BLOCKS_MAX or self._looked_at >= LOOKS_MAX:
-                    self.unfinished_s = now
+                if blocked == BLOCKS_MAX or self._compared >= COMPARED_MAX:
+                    self.stopped_at_s = now
                     break
                 continue
             classes.pop_first(resource_class)
@@ -110,10 +110,10 @@ class Dispatcher:
             lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
             if ledger.record_lease(lease, now):
                 # The worker will load the model, so other tasks for the model need no larger backlog to go there.
-                self._look_anew()
+                self._drop_candidates()
                 classes.unblock_all(only_too_few_tasks=True)
             if self._reservations.by_backlog and self._reservations.end_granted(backlog):
-                self._look_anew()
+                self._drop_candidates()
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
         for worker, leases in dispatched.items():
@@ -130,7 +130,7 @@ class Dispatcher:
         """
         enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size
         workers = self._gangs.choose_or_reserve(backlog, task, now) if enough_ids else None
-        self._look_anew()  # a reservation may have changed the room of workers
+        self._drop_candidates()  # a reservation may have changed the room of workers
         if workers is None:
             self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
             return False
@@ -141,7 +141,7 @@ class Dispatcher:
             cost_s = self._fleet.expected_s(worker, backlog.shape, task.units)
             leases.append(Lease(self._ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s))
             dispatched[worker] = [leases[-1]]
-        form(leases)
+        form_gang(leases)
         self._ledger.record_gang(leases, now)
         return True
 
@@ -151,22 +151,22 @@ class Dispatcher:
         """
         fleet, pin = self._fleet, backlog.pin
         if pin is not None:
-            backlog.no_room_for_model = fleet.model_block(pin, backlog.shape) is not None
-            if not (backlog.no_room_for_model or pin.full or free_if_short(pin, backlog.shape) is not None):
+            backlog.model_blocked = fleet.model_block(pin, backlog.shape) is not None
+            if not (backlog.model_blocked or pin.full or free_if_short(pin, backlog.shape) is not None):
                 return pin
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)
             if candidates is None:
                 candidates = self._candidates[backlog] = Candidates(
-                    fleet, backlog, self._places_for(backlog), self._among.get(backlog)
+                    fleet, backlog, self._places_for(backlog), self._freed_workers.get(backlog)
                 )
-                self._looked_at += candidates.looked_at
+                self._compared += candidates.compared
             worker = candidates.best()
             if worker is not None:
                 return worker
         able = {pin: None} if pin is not None else fleet.eligible(backlog.shape)
         self._ledger.classes.block(backlog, able)
-        if fleet.models_by_id and backlog.no_room_for_model:
+        if backlog.model_blocked:
             self._reservations.watch_blocked(backlog, now)
         return None
 
@@ -174,7 +174,7 @@ class Dispatcher:
         key = backlog.strategy.name, backlog.shape
         places = self._places.get(key)
         if places is None:
-            if len(self._places) >= SHAPES_MAX:
+            if len(self._places) >= PLACES_SHAPES_MAX:
                 self._places.clear()
             places = self._places[key] = {}
         return places
@@ -197,27 +197,27 @@ class Dispatcher:
             return other
         return worker
 
-    def _look_anew(self) -> None:
-        """Call when workers may have gained room, or need a smaller backlog: all are compared again."""
+    def _drop_candidates(self) -> None:
+        """Call when workers may have gained room, or need a smaller backlog: all workers are compared again."""
         self._candidates.clear()
-        self._among.clear()
+        self._freed_workers.clear()
 
     def _unblock_changed(self) -> None:
         """Unblocks the backlogs that may find a worker after the changes of workers since the last event."""
         fleet, classes = self._fleet, self._ledger.classes
         maybe_freed = fleet.pop_maybe_freed()
-        if self._membership != fleet.membership_changes:
+        if self._eligibility != fleet.eligibility_changes:
             classes.repin()
-        if (self._membership, self._averages) != (fleet.membership_changes, fleet.averages_changes):
+        if (self._eligibility, self._estimates) != (fleet.eligibility_changes, fleet.estimates_changes):
             self._places.clear()
             classes.unblock_all()
         elif classes.blocked:
             if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
                 changed = [w for w in maybe_freed if w in fleet.with_room or w.gang_leases_limit is not None]
-                self._among = dict.fromkeys(classes.unblock_for(changed), changed)
+                self._freed_workers = dict.fromkeys(classes.unblock_for(changed), changed)
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
-                self._among.clear()
+                self._freed_workers.clear()
                 classes.unblock_all(only_too_few_tasks=True)
-        self._membership, self._averages = fleet.membership_changes, fleet.averages_changes
+        self._eligibility, self._estimates = fleet.eligibility_changes, fleet.estimates_changes
         self._resident = fleet.resident_changes

@@ -51,17 +51,17 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     free: list[Candidate] = []
     excluded: list[Candidate] = []
     for worker in fleet.workers.values():
-        unfit = fleet.unfit(worker, shape)
-        candidate = Candidate(worker, [unfit] if unfit is not None else obstacles(fleet, strategy, shape, worker))
-        if unfit is None and shape.world_size > 1 and worker.leases:
+        why_never = fleet.ineligibility(worker, shape)
+        candidate = Candidate(worker, [why_never] if why_never else obstacles(fleet, strategy, shape, worker))
+        if why_never is None and shape.world_size > 1 and worker.leases:
             candidate.excluded_by.append(f"busy with {len(worker.leases)} lease(s)")
-        elif unfit is None and shape.world_size > 1 and worker.occupied_slots:
+        elif why_never is None and shape.world_size > 1 and worker.occupied_slots:
             candidate.excluded_by.append(f"cancelled calls still run in {worker.occupied_slots} slot(s)")
         if worker in avoided:
             candidate.excluded_by.append(
                 "the task broke an engine on this device, and waits for another device that accepts such tasks"
             )
-        if unfit is None:
+        if why_never is None:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
@@ -177,5 +177,5 @@ def _gang_start(core: Core, shape: Shape, now: float) -> str:
 
 def _left_s(worker: Worker, now: float) -> float:
     """In how many seconds a worker's leases are expected to have ended."""
-    left = [lease.cost_s - (now - lease.run_s if lease.running else 0.0) for lease in worker.leases.values()]
-    return sum(max(0.0, seconds) for seconds in left) / max(1, worker.slots)
+    left = [lease.cost_s - (now - lease.running_since_s if lease.running else 0.0) for lease in worker.leases.values()]
+    return sum(max(0.0, seconds) for seconds in left) / max(1, worker.usable_slots)

@@ -1,12 +1,13 @@
 """Gangs: tasks that several workers run at the same time, each as one rank.
 
-A gang gets all its leases at once or none, on workers that hold no other lease, and these workers get no other lease
-until the gang ends. If too few workers are idle, the gang's backlog reserves as many workers as it needs: their present
-leases run on, and new ones are granted only as back-fill, see below. One backlog at a time has a reservation, so two
-gangs cannot each hold half of what they need; a gang that finds enough other idle workers begins without one. If no
-gang could begin within RESERVED_S, the reservation ends and the first gang pauses for RESERVED_S; meanwhile other gangs
-may reserve workers, and other tasks run. The next reservation for this gang lasts twice as long, so that tasks which
-run for longer than RESERVED_S cannot keep it from beginning for ever.
+A gang gets all its leases at once or none, on workers that hold no other lease; each of these workers gets no other
+lease until its rank ends. If too few workers are idle, the gang's backlog reserves as many workers as it needs: their
+running leases continue, leases that wait in their windows are recalled, and new ones are granted only as back-fill, see
+below. One backlog at a time has a reservation, so two gangs cannot each hold half of what they need; a gang that finds
+enough other idle workers begins without one. If no gang could begin within RESERVED_S, the reservation ends and the
+first gang pauses for RESERVED_S; meanwhile other gangs may reserve workers, and other tasks run. The next reservation
+for this gang lasts twice as long, so that tasks which run for longer than RESERVED_S cannot keep it from beginning for
+ever.
 
 A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size; a
 reservation is of world_size_min workers. When a gang with fewer than world_size workers has saved a checkpoint and
@@ -26,28 +27,27 @@ from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
 from multigpu_master.core.placement.candidates import free_if_short, is_one_of
-from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.placement.resource_classes import Backlog, BacklogKey
+from multigpu_master.core.restart import IdRange
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
 RESERVED_S = 60.0
-BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class Gangs:
-    """See the module. `peek_id` returns the id of the next lease, and does not issue it."""
+    """See the module."""
 
     def __init__(
-        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,
-        peek_id: Callable[[], int],
-    ) -> None:  # fmt: skip
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts, ids: IdRange
+    ) -> None:
         self._ledger = ledger
         self._fleet = fleet
         self._timers = timers
         self._commands = commands
         self._attempts = attempts
-        self._peek_id = peek_id
+        self._ids = ids
         # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
         self._key: BacklogKey | None = None
         self.ready = False  # no reserved worker has a lease
@@ -68,7 +68,7 @@ class Gangs:
         self.ready = not any(worker.leases for worker in self._reserved)
         old = [worker for worker in self._reserved if self._holds_old(worker)]
         for worker in self._reserved:
-            limit = worker.slots if old and worker not in old else 0
+            limit = worker.usable_slots if old and worker not in old else 0
             if worker.gang_leases_limit != limit:
                 worker.gang_leases_limit = limit
                 self._fleet.room_changed(worker)
@@ -82,37 +82,40 @@ class Gangs:
         idle and no other backlog has a reservation, reserves these workers.
         """
         shape = backlog.shape
-        mine = self._reserved if self._key == backlog.key else {}
+        reserved_here = self._reserved if self._key == backlog.key else {}
         growing, since_s, workers = self._growing
-        own = workers if growing == task.task_id and since_s == now else {}
-        able = self._able(backlog.strategy, shape, mine, own)
+        former_workers = workers if growing == task.task_id and since_s == now else {}
+        able = self._able(backlog.strategy, shape, reserved_here, former_workers)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
-        able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = _free_devices(able, shape, own)
+        # Workers on whose devices the task broke an engine come last.
+        able.sort(key=lambda worker: is_one_of(worker, avoided))
+        idle = _free_devices(able, shape, former_workers)
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
-        # A worker without leases and occupied slots that is not in `idle` lacks memory, for an unknown time: do not
-        # reserve it. If it is reserved already, keep it: its last task may not have freed its memory yet.
-        able = [worker for worker in able if worker.leases or worker.occupied_slots or worker in idle or worker in mine]
-        able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
+        # A worker that has neither leases nor occupied slots, but is not in `idle`, lacks memory for an unknown time
+        # (or shares a device with one that is): do not reserve it. If it is reserved already, keep it: its last task
+        # may not have freed its memory yet.
+        able = [w for w in able if w.leases or w.occupied_slots or w in idle or w in reserved_here]
+        able = one_per_device(sorted(able, key=lambda worker: (worker not in reserved_here, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
             self._reserve(backlog, task, able, now)
         return None
 
     def _able(
-        self, strategy: Strategy, shape: Shape, mine: Container[Worker] = (), own: Container[Worker] = ()
-    ) -> list[Worker]:
-        """The workers that could run ranks once they are idle. `mine`: the workers reserved for the same backlog.
-        `own`: the workers that ran the task until this event.
+        self, strategy: Strategy, shape: Shape, reserved_here: Container[Worker] = (),
+        former_workers: Container[Worker] = (),
+    ) -> list[Worker]:  # fmt: skip
+        """The workers that could run ranks once they are idle. `reserved_here`: the workers reserved for the same
+        backlog. `former_workers`: the workers that ran the task until this event.
         """
         return [
             worker
             for worker in self._fleet.eligible(shape)
             if worker.accepting
-            and (worker.gang_leases_limit is None or worker in mine)
-            and (worker in own or strategy.excludes(shape, worker, self._fleet) is None)
+            and (worker.gang_leases_limit is None or worker in reserved_here)
+            and (worker in former_workers or strategy.excludes(shape, worker, self._fleet) is None)
             and self._fleet.model_block(worker, shape) is None
         ]
 
@@ -125,14 +128,15 @@ class Gangs:
         if queue.paused or self._ledger.clogged():  # it could not begin again
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
-        own = {rank.worker: None for rank in gang.leases}
+        gang_workers = {rank.worker: None for rank in gang.leases}
         # It could not use those of its workers that are drained or cordoned.
-        able = self._able(strategy, shape, own, own)
-        if len(_free_devices(able, shape, own)) > len(gang.leases) and not self._waits_for(task, own):
-            self._growing = task.task_id, now, own
+        able = self._able(strategy, shape, gang_workers, gang_workers)
+        more = len(_free_devices(able, shape, gang_workers)) > len(gang.leases)
+        if more and not self._earlier_task_could_use(task, gang_workers):
+            self._growing = task.task_id, now, gang_workers
             self._attempts.interrupt(lease, TO_GROW, now)
 
-    def _waits_for(self, task: Task, workers: Container[Worker]) -> bool:
+    def _earlier_task_could_use(self, task: Task, workers: Container[Worker]) -> bool:
         """Whether a waiting task that precedes this one could get one of the workers."""
         for backlog in self._ledger.classes.backlogs.values():
             head = backlog.head()
@@ -153,7 +157,7 @@ class Gangs:
         wanted = dict.fromkeys(kept + choose_workers(others, size - len(kept), backlog.shape))
         if self._key is None:
             self._key = backlog.key
-            self._first_id = self._peek_id()
+            self._first_id = self._ids.next_id
             number = self._number = self._number + 1
             expired = task.extra.reservations_expired if task.extra is not None else 0
             self._timers.at(now + RESERVED_S * 2.0**expired, lambda at_s: self._expire(number, at_s))
@@ -163,7 +167,7 @@ class Gangs:
         new = [worker for worker in wanted if worker not in self._reserved]
         for worker in new:
             worker.gang_leases_limit = 0
-            self._fleet.touch(worker)
+            self._fleet.score_changed(worker)
             waiting = [x for x in worker.leases.values() if not x.running and x.recalled_in != worker.session]
             self._commands.recall(worker, waiting)
         self._reserved = wanted
@@ -237,32 +241,32 @@ def pack(workers: list[Worker], n: int) -> list[Worker]:
     def host(worker: Worker) -> str:
         return worker.info.host
 
-    def group(worker: Worker) -> tuple[str, str]:
+    def nvlink_group(worker: Worker) -> tuple[str, str]:
         return worker.info.host, min((worker.device_key, *worker.info.nvlink_peers))
 
-    for place in (host, group):
-        workers = _narrowed(workers, n, place)
-    groups = _by_size(workers, group)
-    hosts = _by_size(workers, host)
-    return sorted(workers, key=lambda worker: (hosts[host(worker)], groups[group(worker)]))[:n]
+    for group_of in (host, nvlink_group):
+        workers = _narrowed(workers, n, group_of)
+    groups = _numbers_by_size(workers, nvlink_group)
+    hosts = _numbers_by_size(workers, host)
+    return sorted(workers, key=lambda worker: (hosts[host(worker)], groups[nvlink_group(worker)]))[:n]
 
 
-def _narrowed(workers: list[Worker], n: int, place: Callable[[Worker], Hashable]) -> list[Worker]:
-    """The workers of the smallest place that has at least n of them; all workers, if no place has."""
-    sizes = Counter(map(place, workers))
+def _narrowed(workers: list[Worker], n: int, group_of: Callable[[Worker], Hashable]) -> list[Worker]:
+    """The workers of the smallest group that has at least n of them; all workers, if no group has."""
+    sizes = Counter(map(group_of, workers))
     fits = [each for each, size in sizes.items() if size >= n]
     if not fits:
         return workers
     best = min(fits, key=lambda each: sizes[each])
-    return [worker for worker in workers if place(worker) == best]
+    return [worker for worker in workers if group_of(worker) == best]
 
 
-def _by_size(workers: list[Worker], place: Callable[[Worker], Hashable]) -> dict[Hashable, int]:
-    """Numbers the places from 0, in descending order of their number of workers."""
-    return {each: order for order, (each, _) in enumerate(Counter(map(place, workers)).most_common())}
+def _numbers_by_size(workers: list[Worker], group_of: Callable[[Worker], Hashable]) -> dict[Hashable, int]:
+    """Numbers the groups from 0, in descending order of their number of workers."""
+    return {each: order for order, (each, _) in enumerate(Counter(map(group_of, workers)).most_common())}
 
 
-def form(leases: list[Lease]) -> None:
+def form_gang(leases: list[Lease]) -> None:
     """Makes the leases of one task, in the order of their ranks, a gang."""
     gang = Gang(leases)
     for rank, lease in enumerate(leases):

@@ -69,7 +69,7 @@ class Recalls:
         if not self._to_check:
             return
         self._arm(now)
-        over_slots = [w for w in workers if len(w.leases) > w.slots]
+        over_slots = [w for w in workers if len(w.leases) > w.usable_slots]
         for worker in over_slots:
             self._fleet.adjust_silent_worker(worker, now)
         if self._can_grant(now):
@@ -81,12 +81,12 @@ class Recalls:
         until it has one for each slot; or, within its window, until it was promised the `quota`: of n leases that wait
         in a window, n / (workers with free slots + 1).
         """
-        free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
+        free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.usable_slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
         takers: dict[tuple[str, Shape, bool], list[Worker]] = {}
         for worker in workers if free else ():
             waiting = self._waiting(worker, now)
-            only_loading = len(worker.leases) <= worker.slots  # it is checked only because it loads a model
+            only_loading = len(worker.leases) <= worker.usable_slots  # it is checked only because it loads a model
             if only_loading:
                 waiting = [lease for lease in waiting if lease.model in worker.residency.loading_since_s]
             quota = len(waiting) // (len(free) + 1)
@@ -96,7 +96,7 @@ class Recalls:
                 while others:
                     other = others[-1]
                     held = len(other.leases)
-                    if held + promised[other] < max(other.slots, min(other.pace.leases_max, held + quota)):
+                    if held + promised[other] < max(other.usable_slots, min(other.pace.leases_max, held + quota)):
                         promised[other] += 1
                         recalled.append(lease)
                         break
@@ -165,7 +165,7 @@ class Recalls:
                 busy += 1
             elif lease.dispatch_s <= now - CHECK_S and self._may_recall(lease):
                 leases.append(lease)
-        likely = max(0, worker.slots - busy)  # number of leases that likely run
+        likely = max(0, worker.usable_slots - busy)  # number of leases that likely run
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
         return order + leases[:likely]
 
@@ -190,4 +190,4 @@ def _has_loaded(fleet: Fleet, worker: Worker, shape: Shape) -> bool:
 
 def _has_waiting_leases(worker: Worker) -> bool:
     """Whether a worker has leases that can't begin now: more than its slots, or on a model that it loads."""
-    return len(worker.leases) > worker.slots or (bool(worker.leases) and bool(worker.residency.loading_since_s))
+    return len(worker.leases) > worker.usable_slots or (bool(worker.leases) and bool(worker.residency.loading_since_s))

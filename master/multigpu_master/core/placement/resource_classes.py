@@ -17,8 +17,8 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# put_back() looks for a task's place among this many tasks at the front. It inserts a task with more older tasks behind
-# these, so before some older ones.
+# put_back() searches only this many tasks at the front for a task's position. A task with more older tasks than that is
+# inserted after them, and so comes before some older tasks.
 SEARCHED_MAX = 64
 # A class's deque, or a heap, with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
@@ -28,6 +28,8 @@ STALE_MIN = 64
 _ENTRY_NUMBERS = itertools.count(1)
 # The priority and the task_id of a first task.
 Position = tuple[int, int]
+ClassKey = tuple[str, int, Shape]  # ResourceClass.key
+BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class _Item(Protocol):
@@ -43,7 +45,7 @@ class _Item(Protocol):
 I = TypeVar("I", bound=_Item)  # an item
 
 
-class ByFirstTask(Generic[I]):
+class FirstTaskHeap(Generic[I]):
     """Resource classes, or backlogs, by the position of their first task."""
 
     __slots__ = ("_heap", "_items")
@@ -53,7 +55,7 @@ class ByFirstTask(Generic[I]):
         self._heap: list[tuple[Position, int, I]] = []
         self._items = 0
 
-    def place(self, item: I) -> None:
+    def update(self, item: I) -> None:
         """Adds an item, or moves it after a change of its position."""
         heap, before, position = self._heap, item.entry_number, item.position
         if before and item.entry_position == position:
@@ -102,7 +104,8 @@ class ResourceClass:
         self.entry_number = 0  # in backlog.classes
         self.entry_position = self.position
 
-    def key(self) -> tuple[str, int, Shape]:
+    @property
+    def key(self) -> ClassKey:
         return self.queue.name, self.priority, self.shape
 
     def head(self) -> Task | None:
@@ -133,7 +136,7 @@ class Backlog:
     """See the module."""
 
     __slots__ = (
-        "classes", "entry_number", "entry_position", "no_room_for_model", "pin", "shape", "size", "strategy",
+        "classes", "entry_number", "entry_position", "model_blocked", "pin", "shape", "size", "strategy",
         "too_few_tasks",
     )  # fmt: skip
 
@@ -141,15 +144,15 @@ class Backlog:
         self.strategy = strategy
         self.shape = shape  # without a partition
         self.pin = pin  # the only worker for its tasks, if the strategy is pinned and there is one
-        self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
+        self.classes: FirstTaskHeap[ResourceClass] = FirstTaskHeap()
         self.size = 0  # waiting tasks
         self.entry_number = 0  # in ResourceClasses.ready
         self.entry_position: Position = (0, 0)
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
-        self.no_room_for_model = False  # a worker has room in its window, but none for the model
+        self.model_blocked = False  # a worker may not get these tasks now because of their model, see Block
 
     @property
-    def key(self) -> tuple[str, Shape, Worker | None]:
+    def key(self) -> BacklogKey:
         return self.strategy.name, self.shape, self.pin
 
     @property
@@ -170,9 +173,9 @@ class ResourceClasses:
     def __init__(self, strategy_of: Callable[[Queue], Strategy], pins: Pins) -> None:
         self._strategy_of = strategy_of
         self._pins = pins
-        self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
-        self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
-        self.ready: ByFirstTask[Backlog] = ByFirstTask()
+        self.by_key: dict[ClassKey, ResourceClass] = {}
+        self.backlogs: dict[BacklogKey, Backlog] = {}
+        self.ready: FirstTaskHeap[Backlog] = FirstTaskHeap()
         self.blocked: dict[Backlog, dict[Worker, None]] = {}  # with the workers for which each waits
         self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
 
@@ -227,7 +230,7 @@ class ResourceClasses:
         """Counts a task that was added to the class."""
         resource_class.size += 1
         if resource_class.size == 1:
-            self.by_key[resource_class.key()] = resource_class
+            self.by_key[resource_class.key] = resource_class
             shapes = self._shapes.setdefault(resource_class.queue.name, {})
             shape = resource_class.shape._replace(partition=-1)
             shapes[shape] = shapes.get(shape, 0) + 1
@@ -237,10 +240,10 @@ class ResourceClasses:
         if resource_class.backlog is not None:
             self._enlarge(resource_class.backlog, resource_class, 1)
 
-    def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, tasks: int) -> None:
-        """Adds `tasks` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
-        backlog.size += tasks
-        self._place(backlog, resource_class)
+    def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, count: int) -> None:
+        """Adds `count` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
+        backlog.size += count
+        self._reposition(backlog, resource_class)
         if backlog.too_few_tasks and backlog in self.blocked:
             self.unblock(backlog)
 
@@ -251,13 +254,13 @@ class ResourceClasses:
         if resource_class.size:
             if backlog is not None:
                 backlog.size -= 1
-                self._place(backlog, resource_class)
+                self._reposition(backlog, resource_class)
             return
         if backlog is not None:
             backlog.size -= 1
             self._leave_backlog(resource_class)
         resource_class.tasks.clear()
-        del self.by_key[resource_class.key()]
+        del self.by_key[resource_class.key]
         name, shape = resource_class.queue.name, resource_class.shape._replace(partition=-1)
         shapes = self._shapes[name]
         shapes[shape] -= 1
@@ -266,15 +269,15 @@ class ResourceClasses:
         if not shapes:
             del self._shapes[name]
 
-    def _place(self, backlog: Backlog, resource_class: ResourceClass) -> None:
+    def _reposition(self, backlog: Backlog, resource_class: ResourceClass) -> None:
         """Moves a class, and its backlog, to the positions of their first tasks."""
         head = resource_class.head()
         assert head is not None, "it has tasks"
         if head.task_id != resource_class.position[1] or not resource_class.entry_number:
             resource_class.position = resource_class.priority, head.task_id
-            backlog.classes.place(resource_class)
+            backlog.classes.update(resource_class)
             if backlog not in self.blocked:
-                self.ready.place(backlog)
+                self.ready.update(backlog)
 
     # --- backlogs ----------------------------------------------------------------------------------------------------
 
@@ -305,7 +308,7 @@ class ResourceClasses:
         backlog.size -= resource_class.size
         if backlog.size:
             if backlog not in self.blocked:
-                self.ready.place(backlog)
+                self.ready.update(backlog)
             return
         self.blocked.pop(backlog, None)
         self.ready.remove(backlog)
@@ -339,7 +342,7 @@ class ResourceClasses:
 
     def unblock(self, backlog: Backlog) -> None:
         del self.blocked[backlog]
-        self.ready.place(backlog)
+        self.ready.update(backlog)
 
     def unblock_for(self, changed: Iterable[Worker]) -> list[Backlog]:
         """Unblocks the backlogs that wait for one of these workers, and returns them."""

@@ -25,7 +25,7 @@ UNIT_S = 0.01
 # A lease is late when it has taken more than this many times its expected time.
 LATE = 1.25
 # Limit of the cache of eligible workers by shape; beyond it the cache is emptied.
-SHAPES_MAX = 8192
+ELIGIBLE_SHAPES_MAX = 8192
 # Limit of lost workers, and of lost workers whose last sessions had the same token: a peer that invents worker_ids
 # takes at most half of the places. Cordoned workers do not count.
 LOST_WORKERS_MAX, LOST_WORKERS_TOKEN_MAX = 1000, 500
@@ -38,8 +38,8 @@ class Fleet:
         self.sessions: dict[int, Worker] = {}
         self.with_room: dict[Worker, None] = {}  # accepting workers with room in their windows
         self.maybe_freed: dict[Worker, None] = {}  # workers that may have gained room since the last pop_maybe_freed
-        self.membership_changes = 0  # counts the calls of eligibility_changed
-        self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
+        self.eligibility_changes = 0  # counts the calls of eligibility_changed
+        self.estimates_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
         self.models_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
@@ -115,14 +115,14 @@ class Fleet:
 
     def eligibility_changed(self, worker: Worker) -> None:
         """Call when a worker joined or left, or when the tasks that it can run or may be granted have changed."""
-        self.membership_changes += 1
+        self.eligibility_changes += 1
         self._groups.clear()
         self._eligible.clear()
         self._resident.clear()
-        self.touch(worker)
+        self.score_changed(worker)
 
-    def touch(self, worker: Worker) -> None:
-        """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained some:
+    def score_changed(self, worker: Worker) -> None:
+        """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained room:
         room_changed.)
         """
         worker.version += 1
@@ -132,9 +132,9 @@ class Fleet:
             self.with_room.pop(worker, None)
 
     def room_changed(self, worker: Worker) -> None:
-        """Call when a worker may have gained room, or lost some."""
+        """Call when a worker may have gained room: backlogs that wait for it are tried again. Calls score_changed."""
         self.maybe_freed[worker] = None
-        self.touch(worker)
+        self.score_changed(worker)
 
     def pop_maybe_freed(self) -> dict[Worker, None]:
         """Returns the workers that may have gained room since the last call."""
@@ -161,7 +161,7 @@ class Fleet:
                 return c
         return None
 
-    def unfit(self, worker: Worker, shape: Shape) -> str | None:
+    def ineligibility(self, worker: Worker, shape: Shape) -> str | None:
         """Returns why this worker could never run tasks of this shape; None if it could."""
         if self.capability(worker, shape) is None:
             if shape.kind not in worker.kinds:
@@ -194,11 +194,11 @@ class Fleet:
         """
         found = self._eligible.get(shape)
         if found is None:
-            if len(self._eligible) > SHAPES_MAX:
+            if len(self._eligible) > ELIGIBLE_SHAPES_MAX:
                 self._eligible.clear()
                 self._groups.clear()
                 self._resident.clear()
-            found = {w: None for w in self.workers.values() if self.unfit(w, shape) is None}
+            found = {w: None for w in self.workers.values() if self.ineligibility(w, shape) is None}
             found = self._eligible[shape] = self._groups.setdefault(tuple(found), found)
         return found
 
@@ -208,9 +208,9 @@ class Fleet:
 
     def placeable(self, shape: Shape) -> bool:
         """Whether enough workers could run such a task, lost workers included."""
-        return bool(self.eligible(shape)) and (
-            shape.world_size_min == 1 or self.device_count(shape) >= shape.world_size_min
-        )
+        if shape.world_size_min == 1:
+            return bool(self.eligible(shape))
+        return self.device_count(shape) >= shape.world_size_min
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -274,9 +274,9 @@ class Fleet:
             self._resident[shape] = count
         return count
 
-    def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
+    def apply_models(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
         """Applies the list of models in a heartbeat."""
-        if worker.residency.heard(models, last_frame, now):
+        if worker.residency.apply_models(models, last_frame, now):
             self._resident_changed()
             self._record_sizes((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
@@ -295,7 +295,7 @@ class Fleet:
             self.sizes.learn(model, memory_bytes, load_s)
         # Dispatch tries all backlogs again: the loading time decides how many tasks must wait before a worker loads
         # the model, and the size decides whether there is room for it.
-        self.averages_changes += self.sizes.changes != before
+        self.estimates_changes += self.sizes.changes != before
 
     # --- how fast ----------------------------------------------------------------------------------------------------
 
@@ -313,12 +313,12 @@ class Fleet:
         update_average(worker.pace.unit_s, key, ran_s / units)
         changed = self._unit_s.learn(key, ran_s / units, now)
         if self._units.learn(key, units / n, now) or changed:
-            self.averages_changes += 1
+            self.estimates_changes += 1
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, narrows its window to the leases that it could end in WINDOW_S at the fastest pace that this silence
-        allows, and raises the expected time of its late leases.
+        PACE_S, lowers its window to the number of leases that it would end in WINDOW_S if one round (the tasks that all
+        slots run together) took as long as the silence so far; and raises the expected time of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
         ended in its last report if these are more. The new expected time of a late lease is the time since its
@@ -338,12 +338,12 @@ class Fleet:
             lease.cost_s = cost_s
         if late or window < pace.leases_max:
             pace.leases_max = min(pace.leases_max, window)
-            self.touch(worker)
+            self.score_changed(worker)
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
-    def add_lease(self, worker: Worker, lease: Lease, now: float) -> Key | None:
-        """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
+    def add_lease(self, worker: Worker, lease: Lease, now: float) -> bool:
+        """Adds a lease to the worker's window. Returns whether the worker has to load the task's model."""
         task = lease.task
         first = task.lease  # of a gang: the lease of rank 0
         assert first is None or (lease.rank and first.gang is lease.gang), "the task has a lease already"
@@ -371,8 +371,8 @@ class Fleet:
                 del residency.granted_without_id[next(iter(residency.granted_without_id))]
         if loads:
             self._resident_changed()
-        self.touch(worker)
-        return key if loads else None
+        self.score_changed(worker)
+        return loads
 
     def remove_lease(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
@@ -383,14 +383,14 @@ class Fleet:
         del lease.worker.leases[lease.lease_id]
         if not lease.rank:
             lease.task.lease = None
-        self.subtract_leases(lease.worker, [lease], len(lease.task.payload))
+        self.subtract_leases(lease.worker, [lease])
         self.room_changed(lease.worker)
 
-    def subtract_leases(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
+    def subtract_leases(self, worker: Worker, leases: Sequence[Lease]) -> None:
         """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts gang_leases_limit."""
         if leases and leases[0].gang is not None:
             worker.gang_leases_limit = None
-        worker.leased_bytes -= payload_bytes
+        worker.leased_bytes -= sum([len(lease.task.payload) for lease in leases])
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])
         if self.models_by_id:

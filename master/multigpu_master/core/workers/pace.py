@@ -30,12 +30,10 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Pace:
-    """The measured pace of one worker. `since_s` and `reported_s` are times in seconds since 1970; `task_s` and
-    `unit_s` are durations in seconds.
-    """
+    """The measured pace of one worker. `since_s` and `reported_s` are times in seconds since 1970."""
 
     leases_max: int = 1  # leases that the worker may hold now
-    task_s: float = 0.0  # seconds for each task, over all kinds; 0.0: not measured
+    rate: float = 0.0  # tasks per second, over all kinds; 0.0: not measured
     unit_s: dict[Key, float] = field(default_factory=dict)  # seconds for each unit of work
     since_s: float = 0.0  # start of this measurement, moved forward by the time that the worker was idle
     finished: int = 0  # attempts that ended in this measurement
@@ -45,7 +43,7 @@ class Pace:
     def restart(self, info: WorkerInfo, now: float) -> None:
         """Call when a session begins: the window is narrow until the pace is measured."""
         self.leases_max = narrow_window(info)
-        self.task_s = 0.0
+        self.rate = 0.0
         self.finished = 0
         self.reported_s = self.since_s = now
 
@@ -60,17 +58,15 @@ class Pace:
         self.last_report_tasks = n
         self.finished += n
         elapsed_s = now - self.since_s
-        if elapsed_s < (PACE_S if self.task_s else FIRST_PACE_S) or not self.finished:
+        if elapsed_s < (PACE_S if self.rate else FIRST_PACE_S) or not self.finished:
             return
         # The average is of rates, not of durations: so one slow start (a model is loaded) does not narrow the window
         # for long.
         rate = self.finished / elapsed_s
-        if self.task_s:
-            rate = GAIN * rate + (1 - GAIN) / self.task_s
-        self.task_s = 1 / rate
+        self.rate = GAIN * rate + (1 - GAIN) * self.rate if self.rate else rate
         self.since_s = now
         self.finished = 0
-        self.leases_max = max(narrow_window(info), min(int(rate * WINDOW_S), info.window_tasks))
+        self.leases_max = max(narrow_window(info), min(int(self.rate * WINDOW_S), info.window_tasks))
 
 
 class SteppedAverages:
@@ -79,9 +75,8 @@ class SteppedAverages:
     """
 
     def __init__(self) -> None:
-        self.values: dict[
-            Key, float
-        ] = {}  # within a factor of 1.25 of the exact averages, or changed in the last STEP_S
+        # Each value is within a factor of 1.25 of the exact average, or changed in the last STEP_S.
+        self.values: dict[Key, float] = {}
         self._exact: dict[Key, float] = {}
         self._changed_s: dict[Key, float] = {}  # when each of `values` changed
 

@@ -70,7 +70,7 @@ class Quarantine:
 
     # --- what a worker reports ---------------------------------------------------------------------------------------
 
-    def heard(self, worker: Worker, health: Health, now: float) -> None:
+    def apply_health(self, worker: Worker, health: Health, now: float) -> None:
         """Applies the health in a heartbeat."""
         own_findings = any(reason.code not in CODES_OF_ASKED_CHECKS for reason in health.reasons)
         worker.health = health
@@ -199,7 +199,7 @@ class Quarantine:
     def _ask_check(self, worker: Worker, *, at_once: bool) -> None:
         worker.check_at_once = at_once
         worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
-        self._commands.desire(worker)
+        self._commands.send_desired_state(worker)
         self._commands.worker_changed(worker, save=True)
 
     def _take_marked_tasks(self, device: str) -> list[Task]:

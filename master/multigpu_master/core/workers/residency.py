@@ -257,7 +257,7 @@ class Residency:
             self.resting = True
             self.rest_until_s = max(self.rest_until_s, now + took_s)
 
-    def heard(self, models: Iterable[Resident], last_frame: int, now: float) -> bool:
+    def apply_models(self, models: Iterable[Resident], last_frame: int, now: float) -> bool:
         """Applies the models of a heartbeat. Returns whether the placed models or a reported size changed."""
         before = {m for m in (*self.reported, *self.unacknowledged_frames) if self.placed(m)}
         sizes = {r.model: r.memory_bytes for r in self.reported.values()}

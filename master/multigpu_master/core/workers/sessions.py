@@ -22,7 +22,7 @@ from multigpu_master.core.model import (
     Task,
     TaskError,
     Worker,
-    total,
+    sum_energy,
 )
 from multigpu_master.core.placement.gangs import Gangs
 from multigpu_master.core.placement.recall import Recalls
@@ -95,7 +95,7 @@ class Sessions:
         commands.add(ev.Welcome(event.session, adopted))
         commands.revoke(event.session, revoked, STALE)
         if worker.draining or worker.checks_asked or worker.residency.operator_pins or worker.residency.unwanted:
-            commands.desire(worker)
+            commands.send_desired_state(worker)
         if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
             self._attempts.interrupt_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
@@ -137,14 +137,14 @@ class Sessions:
         if extra.lost_lease_id == held.lease_id:
             extra.losses -= 1
             extra.lost_lease_id = 0
-        if extra.attempts and extra.attempts[-1].lease_id == held.lease_id:
-            extra.attempts = extra.attempts[:-1]
+        if extra.ended_attempts and extra.ended_attempts[-1].lease_id == held.lease_id:
+            extra.ended_attempts = extra.ended_attempts[:-1]
             self._ledger.keep_error(task, None)
 
     def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> None:
         """Applies what the worker reports of a lease that it holds."""
         if held.running and not lease.running:
-            lease.run_s = now
+            lease.running_since_s = now
         lease.running = held.running
         lease.fraction, lease.steps, lease.note = held.fraction, held.steps, held.note
         if held.log:
@@ -166,18 +166,18 @@ class Sessions:
         # Also if the health is unchanged: a quarantine that was read from the journal may have to end. And once an
         # operator has reset the breaker, a sick worker that the tripped breaker kept in service must be quarantined.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
-            self._quarantine.heard(worker, event.health, now)
+            self._quarantine.apply_health(worker, event.health, now)
         if not worker.leases and worker.residency.granted_without_id:
             fleet.forget_models_of_leases(worker)
         if event.catalog is not None:
             self._replace_catalog(worker, event.catalog)
-        fleet.heard(worker, event.models, event.last_frame, now)
+        fleet.apply_models(worker, event.models, event.last_frame, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
             fleet.eligibility_changed(worker)
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
-            self._commands.desire(worker)
+            self._commands.send_desired_state(worker)
         self._reservations.start_timer_of_rest(worker)
         fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
@@ -217,7 +217,7 @@ class Sessions:
             return
         self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
         if worker.residency.operator_pins:  # the ids of the pinned models may have changed
-            self._commands.desire(worker)
+            self._commands.send_desired_state(worker)
         self._commands.worker_changed(worker, save=True)
 
     # --- reports -----------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ class Sessions:
         worker.failed += len(charged)
         units, failed_units = sum([task.units for task in succeeded]), sum([task.units for task in charged])
         failed_s = event.device_s * failed_units / max(1, units + failed_units)
-        self._usage.succeeded(succeeded, event.device_s - failed_s)
-        self._usage.failed(charged, failed_s)
+        self._usage.add_succeeded(succeeded, event.device_s - failed_s)
+        self._usage.add_failed(charged, failed_s)
         if not event.by_master:
             worker.pace.report(worker.info, len(succeeded) + len(charged), now)
         # If some of the reported leases were stale, the run time of the others is unknown.
@@ -300,18 +300,18 @@ class Sessions:
         if lease.rank == 0:
             gang.outcome = outcome
             if not lease.running:  # no heartbeat has said so, but the attempt has begun
-                lease.running, lease.run_s = True, outcome.start_s or outcome.dispatch_s
+                lease.running, lease.running_since_s = True, outcome.start_s or outcome.dispatch_s
         if gang.succeeded < len(gang.leases):
-            self._ledger.rank_succeeded(lease)
-            self._usage.ran(lease.task, device_s)
+            self._fleet.subtract_leases(lease.worker, [lease])
+            self._usage.add_rank_s(lease.task, device_s)
             gang.device_s += device_s
             return False
         task, first = lease.task, gang.outcome
         assert first is not None, "rank 0 has succeeded"
         first.finish_s = max(first.finish_s, outcome.finish_s)
         if len(gang.energy) == gang.succeeded:
-            first.energy = total(gang.energy)
-            self._usage.measured(task, gang.device_s)
+            first.energy = sum_energy(gang.energy)
+            self._usage.add_measured_s(task, gang.device_s)
         lease.log = gang.leases[0].log
         task.outcome, task.lease = first, lease
         return True

@@ -22,7 +22,7 @@ from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
 from multigpu_master.core.identity import REQUEST_ID_FREE
-from multigpu_master.core.usage import Used
+from multigpu_master.core.usage import UsageSums
 from multigpu_master.errors import JournalClosedError, JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.ids import TIME_END_S
 from multigpu_master.journal.payload_files import Payloads
@@ -256,7 +256,7 @@ class JournalReads:
 
     def usage(
         self, begin_s: float, end_s: float, group_by: Sequence[str] = (), queues: Collection[str] | None = None
-    ) -> list[tuple[UsageKey, Used]]:
+    ) -> list[tuple[UsageKey, UsageSums]]:
         """What tasks have used in the intervals that this period touches, summed by these fields of UsageKey (the
         others are empty), the largest device time first. queues: None for all.
         """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-from multigpu_master.core.usage import Used
+from multigpu_master.core.usage import UsageSums
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, UsageKey, UsageRecord
 
 KEPT_S = 400 * 86_400
@@ -52,6 +52,6 @@ def select(begin_s: float, end_s: float, group_by: Sequence[str], queues: str | 
     return sql, (begin_s, end_s, queues)
 
 
-def parse_row(row: Sequence[Any]) -> tuple[UsageKey, Used]:
+def parse_row(row: Sequence[Any]) -> tuple[UsageKey, UsageSums]:
     succeeded, failed, *others = row[4:]
-    return UsageKey(*row[:4]), Used(int(succeeded), int(failed), *others)
+    return UsageKey(*row[:4]), UsageSums(int(succeeded), int(failed), *others)

@@ -12,7 +12,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.core.placement.explain import explain
-from multigpu_master.core.usage import Used
+from multigpu_master.core.usage import UsageSums
 from multigpu_master.driver import Driver
 from multigpu_master.errors import CallError, ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, OutcomeFilter, StoredOutcome, UsageKey
@@ -326,11 +326,11 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return response
 
 
-def _usage_message(key: UsageKey, used: Used) -> pb.Usage:
+def _usage_message(key: UsageKey, used: UsageSums) -> pb.Usage:
     return pb.Usage(
         **key._asdict(),
         tasks_succeeded=used.succeeded,
-        attempts_failed=used.failed,
+        attempts_failed=used.failed_attempts,
         device_duration=duration(used.device_s),
         measured_duration=duration(used.measured_s),
         energy_joules=used.joules,
