@@ -87,7 +87,9 @@ def damaged_setting_error(key: str, error: Exception) -> JournalError:
 
 
 def call_error(error: Exception, method: str) -> CallError:
-    """Returns the CallError for any exception of a method. Logs exceptions that the caller did not cause."""
+    """Returns the CallError for any exception of a method. Logs the exceptions other than CallError and
+    InvalidMessageError.
+    """
     if isinstance(error, CallError):
         return error
     if isinstance(error, InvalidMessageError):
@@ -96,7 +98,7 @@ def call_error(error: Exception, method: str) -> CallError:
         log.error("a call failed: the journal is damaged", method=method, error=str(error))
         return CallError(str(error), grpc.StatusCode.DATA_LOSS)
     if isinstance(error, JournalError) or is_transient(error):
-        log.error("a call failed: the journal cannot be read now", method=method, error=repr(error))
-        return CallError(f"the master cannot read its journal now ({error!r}); try again", grpc.StatusCode.UNAVAILABLE)
+        log.error("a call failed: the journal, a file or memory cannot be used now", method=method, error=repr(error))
+        return CallError(f"the master cannot serve this call now ({error!r}); try again", grpc.StatusCode.UNAVAILABLE)
     log.error("a call failed by a fault of the master", method=method, exc_info=error)
     return CallError(f"the master failed to serve {method}: {error!r}; its log has the details")

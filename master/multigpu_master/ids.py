@@ -7,8 +7,9 @@ repeats no id, even if it starts in the same second as its predecessor. An epoch
 
 Each start of a master is an incarnation with a random name, which the journal keeps. A cursor numbers an outcome in the
 order of the journal; clients get it from Watch. A lease_id or a cursor that a peer holds is valid only if the journal
-knows the incarnation that issued it, and if it is below that incarnation's end. Otherwise this is a different journal,
-or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+knows the incarnation that issued it, and if it is below the first id or cursor of the next incarnation. Otherwise this
+is a different journal or an older copy, or INCARNATIONS_MAX masters have started since. See
+docs/decisions/0015-ids-and-incarnations.md.
 """
 
 import secrets
@@ -45,7 +46,7 @@ class Incarnation:
 
 
 def first_id(epoch: int, now_s: float = 0.0) -> int:
-    """The first id that a master issues in an epoch that it begins at `now_s`, in the first half of the epoch's ids."""
+    """Returns the id with which a master begins an epoch at the time `now_s`. It is in the first half of the epoch."""
     return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 

@@ -161,7 +161,7 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, reload_loggin
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, master.stop_requested.set)
-    loop.add_signal_handler(signal.SIGHUP, systemd.reload, reload_logging, master.reload)
+    loop.add_signal_handler(signal.SIGHUP, systemd.reload, reload_logging, master.check_certificates)
     await master.start()
     systemd.ready(_status(master))
     notifying = asyncio.create_task(

@@ -33,6 +33,7 @@ class Outbox(Generic[F]):
         self._frame_taken = asyncio.Event()
         self._frame_taken.set()
         self._finished = False
+        # Has the error of the first `abort` as its result.
         self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
         self.bytes = 0  # size of all waiting items
         # By task_id: index of the first partial output to send. The peer got the earlier ones on an earlier stream.

@@ -81,7 +81,7 @@ class Master:
         self._server = Server(max(descriptors - DESCRIPTORS_KEPT, descriptors // 2))
         self._audit = Audit(config.data_dir)
         self._health = health_service.Health()
-        self._serving: asyncio.Task[None] | None = None
+        self._server_watch: asyncio.Task[None] | None = None  # ends the master if the server ends
         self._intake: Intake
         self._metrics: MasterMetrics
         self._worker_log: WorkerLog
@@ -187,13 +187,13 @@ class Master:
             )  # fmt: skip
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
-        """Runs on the journal's thread, which may report a full disk, or room, before there is a driver. The event loop
-        runs the callback after `start` has made the driver.
+        """Runs on the journal's thread, which may report that the disk is full, or no longer full, before there is
+        a driver. The event loop runs the callback after `start` has made the driver.
         """
         self._loop.call_soon_threadsafe(lambda: self.driver.write_buffer.handle_commit(entries, first_cursor, error))
 
     async def _serve(self, driver: Driver) -> None:
-        """Registers the services, listens and starts the metrics."""
+        """Registers the services, listens, and starts metrics, history and usage."""
         services = self._services(driver)
         for descriptor, servicer in services.items():
             add_service(self._server, descriptor, servicer, self.auth, self._audit)
@@ -202,10 +202,12 @@ class Master:
         add_service(self._server, health, self._health, read=read_small)
         add_service(self._server, Reflection.DESCRIPTOR, Reflection((*names, health_service.NAME)), self.auth)
         port = self._listen(driver)
+        driver.history.start()
+        driver.usage.start()
         host = self.config.listen.rpartition(":")[0]
         self.address = self.config.listen if self.config.listen.startswith("unix:") else f"{host}:{port}"
         await self._server.start()
-        self._serving = asyncio.create_task(self._end_with_server())
+        self._server_watch = asyncio.create_task(self._end_with_server())
         for name in ("", HEALTH_MASTER, *names):
             self._health.set(name, health_service.RESPONSE.SERVING)
         for worker_id in driver.core.fleet.workers:  # restored ones are lost until they reconnect
@@ -225,7 +227,7 @@ class Master:
         }
 
     def _listen(self, driver: Driver) -> int:
-        """Loads the certificates, binds the port of gRPC, and starts metrics, history and usage. Returns the port."""
+        """Loads the certificates, and opens the listeners of gRPC and of the metrics. Returns the port of gRPC."""
         config = self.config
         try:
             if config.tls_cert:
@@ -233,8 +235,6 @@ class Master:
             port = listeners.open_port(self._server, config, self.certificates)
             self._metrics = MasterMetrics(driver, config, self._telemetry)
             self._metrics.start()
-            driver.history.start()
-            driver.usage.start()
         except listeners.ListenError as error:
             raise SettingError(str(error)) from error
         except ConfigError as error:  # for example, the port for metrics is in use
@@ -271,7 +271,7 @@ class Master:
             self.stop_requested.set()
 
     async def _end_with_server(self) -> None:
-        """Ends the master if the gRPC server ends by an error of its own."""
+        """Ends the master if the gRPC server ends although the master is not stopping."""
         try:
             await self._server.wait_for_termination()
         except Exception:
@@ -279,8 +279,10 @@ class Master:
         if not self._intake.stopping:
             self._die("the gRPC server ended")
 
-    def reload(self) -> None:
-        """Checks the certificate's files. Raises ListenError if they are invalid; the old ones stay in use."""
+    def check_certificates(self) -> None:
+        """Raises ListenError if the files of the certificates are invalid; the old ones stay in use. New connections
+        use valid new files also without this check.
+        """
         if self.certificates is not None:
             self.certificates.check_files()
 

@@ -14,7 +14,7 @@ class WorkerLog:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         # By worker_id: the session, and the last logged state. True: quarantined. False: in service, or nothing was
-        # logged yet. None: quarantined before this master started; that is logged when the worker reports the reason.
+        # logged yet. None: quarantined before this master started, for a reason that the worker has not reported yet.
         self._seen: dict[str, tuple[int, bool | None]] = {}
 
     def changed(self, worker: Worker) -> None:
@@ -23,15 +23,15 @@ class WorkerLog:
         reason_unknown = worker.quarantined and not last_state and not worker.health.since_s
         self._seen[worker.worker_id] = worker.session, None if reason_unknown else worker.quarantined
         if session and not worker.session:
-            self._lost(worker, session)
+            self._log_lost(worker, session)
         # After None, the first state that is known is always logged.
         if worker.quarantined != last_state and not reason_unknown:
-            self._quarantined(worker)
+            self._log_quarantine(worker)
 
     def forget(self, worker: Worker) -> None:
         self._seen.pop(worker.worker_id, None)
 
-    def _lost(self, worker: Worker, session: int) -> None:
+    def _log_lost(self, worker: Worker, session: int) -> None:
         """Logs that a worker was lost, or has stopped. `session`: the one that it had."""
         driver = self._driver
         # The requeued leases of all workers that this event lost; usually that is one worker.
@@ -44,8 +44,8 @@ class WorkerLog:
                 "worker lost", worker_id=worker.worker_id, session=session, reason=reason, leases_requeued=requeued
             )
 
-    def _quarantined(self, worker: Worker) -> None:
-        """Logs whether a worker is quarantined. A degraded device is in service, and has reasons too."""
+    def _log_quarantine(self, worker: Worker) -> None:
+        """Logs that a worker was quarantined or returned to service. A degraded device in service has reasons too."""
         reasons = "; ".join(f"{r.code}: {r.message}" for r in worker.health.reasons)
         if worker.quarantined:
             reasons = reasons or "it is being checked"

@@ -64,8 +64,8 @@ class WorkerStreams:
         return outbox is not None and outbox.peer_name != process
 
     def close(self, session: int) -> None:
-        """Removes the outbox, and tells the core that the session is closed, unless the master is stopping: then the
-        core would take the worker for lost, and charge the attempts that run there.
+        """Removes the outbox, and tells the core that the session is closed. A stopping master does not, because the
+        core would take the worker for lost and charge the attempts that run there.
         """
         self._outboxes.pop(session, None)
         if not self.stopping:

@@ -77,5 +77,5 @@ async def test_dead_letters_with_much_content_are_listed_in_short_pages(
         request.page_token = response.next_page_token
     assert list(itertools.chain(*pages)) == [task.task_id for task in tasks[::-1]]
     assert max(map(len, pages)) == 2
-    named, _ = await calls._named(admin_service_pb2.DeleteDeadLettersRequest(queue=tasks[0].spec.queue))
-    assert named == list(itertools.chain(*pages))
+    ids, _ = await calls._requested_ids(admin_service_pb2.DeleteDeadLettersRequest(queue=tasks[0].spec.queue))
+    assert ids == list(itertools.chain(*pages))

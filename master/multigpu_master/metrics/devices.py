@@ -48,10 +48,10 @@ def connected_devices(devices: Iterable[DeviceSnapshot]) -> Iterator[ConnectedDe
             continue
         message, telemetry = device_message(snapshot.info), telemetry_message(snapshot.telemetry)
         if message.members:
-            samples = telemetry.members if len(telemetry.members) == len(message.members) else ()
+            telemetries = telemetry.members if len(telemetry.members) == len(message.members) else ()
             for index, member in enumerate(message.members):
-                sample_of = samples[index] if samples else device_pb2.DeviceTelemetry()
-                yield ConnectedDevice(snapshot.info, member, sample_of)
+                member_telemetry = telemetries[index] if telemetries else device_pb2.DeviceTelemetry()
+                yield ConnectedDevice(snapshot.info, member, member_telemetry)
         else:
             yield ConnectedDevice(snapshot.info, message, telemetry)
 
@@ -74,9 +74,6 @@ def device_metrics(devices: list[DeviceSnapshot]) -> Iterator[Metric]:
 
 def _labelled(each: Sample, labels: dict[str, str]) -> Sample:
     return Sample(each.value, {**labels, **each.labels})
-
-
-# --- mgpu_device_* ---------------------------------------------------------------------------------------------------
 
 
 def _health(health: Health | None) -> list[Sample]:

@@ -1,5 +1,5 @@
 """grpc.health.v1, which needs no token. A peer that does not read its responses can't delay other peers, and can keep
-at most CALLS_MAX streams open in a connection of TCP.
+at most CALLS_MAX calls open in a TCP connection.
 
 gRPC can't end a stream whose peer has no room for the response: the stream stays open until the connection ends. So a
 call counts as open until the peer has taken the last response of the call.
@@ -82,8 +82,8 @@ class Health:
     @contextlib.contextmanager
     def _count(self, peer: str) -> Iterator[None]:
         """Counts the call while it is open. Raises ExhaustedError if too many calls are open."""
-        of_one_connection = not peer.startswith("unix:")  # all connections of a Unix socket have the same peer
-        if (of_one_connection and self._calls[peer] >= CALLS_MAX) or self._calls.total() >= ALL_CALLS_MAX:
+        is_tcp = not peer.startswith("unix:")  # all connections of a Unix socket have the same peer
+        if (is_tcp and self._calls[peer] >= CALLS_MAX) or self._calls.total() >= ALL_CALLS_MAX:
             raise ExhaustedError(
                 f"too many health calls are open: the limits are {CALLS_MAX} in one connection and {ALL_CALLS_MAX} in "
                 "all connections. Read the responses of the open calls, then try again"

@@ -42,9 +42,10 @@ class Intake:
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
-        is called once, later: when the new durable tasks are written or, with an error, lost; in the loop's next round
-        if there are none. An error does not concern the known tasks that the batch has joined. None: no task is
-        acknowledged before it settles. `peer`: the sender, which may refer to shared payloads.
+        is called once, after this method: when the new durable tasks are written, or with an error if they are lost; in
+        the loop's next round if no task is new and durable. An error does not concern the known tasks that the batch
+        has joined. If `done` is None, no task is acknowledged before it settles. `peer`: the sender, which may refer to
+        shared payloads.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)
@@ -61,7 +62,7 @@ class Intake:
             elif spec.durable and not driver.write_buffer.writable:
                 rejection = DISK_FULL
             elif caller is not None:
-                rejection = _charge_token(caller, spec.queue, count, driver.now())
+                rejection = _check_and_charge(caller, spec.queue, count, driver.now())
         if rejection is not None:
             driver.done_soon(done)
             return [rejection] * count
@@ -115,7 +116,7 @@ class Intake:
         return candidate
 
 
-def _charge_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
+def _check_and_charge(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
     """Returns why the caller may not submit these tasks. None: it may, and its rate is charged."""
     if not caller.may_use_queue(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
@@ -168,7 +169,7 @@ def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
         raise
 
 
-def count_tasks(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
+def count_inputs(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
     """Returns the number of tasks in the batches, or the number of batches if that is larger."""
     if len(batches) > limit:  # do not iterate over them
         return len(batches)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # Why a task can't be found.
 FORGOTTEN = "it was never submitted, or the master has forgotten it since"
-NEWEST = 2**62
+TASK_IDS_END = 1 << 62  # above all task_ids
 # A loop over tasks or batches holds the event loop for at most this time.
 SLICE_S = 0.005
 
@@ -50,8 +50,8 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
-    """Returns by queue when the oldest of the tasks was submitted that come first in their resource classes, in seconds
-    since the epoch. Tasks that pause do not count. Other calls run meanwhile.
+    """Returns by queue the submit time of its oldest waiting task, in seconds since the epoch. Of each resource class,
+    looks only at the first task. Tasks that pause before an attempt do not wait. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}
     async for resource_class in pausing(list(core.ledger.classes.by_key.values())):
@@ -93,7 +93,9 @@ def _log_of(task: Task, rank: int) -> str:
 
 
 def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
-    """Fills the Outcome of a settled task of the core. Raises MemoryError or OSError if it cannot be read now."""
+    """Fills the Outcome of a settled task of the core. The state is RESULT_MISSING if the result's file is lost. Raises
+    MemoryError or OSError if the result cannot be read now.
+    """
     try:
         whole = body if isinstance(body, bytes) else body.whole()
     except OSError as error:
@@ -112,7 +114,7 @@ def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
     message.worker_id = message.outcome.worker_id
     if not whole:
         _strip(message.outcome)
-        message.outcome.state = stored.state  # type: ignore[assignment]  # the body was perhaps read without its CRC
+        message.outcome.state = stored.state  # type: ignore[assignment]  # the body may be damaged: lists do not check its CRC
     return message
 
 
@@ -194,7 +196,7 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     wanted, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     cut = False
-    blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or NEWEST)
+    blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or TASK_IDS_END)
     async for block in pausing(blocks):
         for task in filter(wanted.matches, block):
             found[task.task_id] = lambda t=task: core_task(driver, t, whole=False)  # type: ignore[misc]

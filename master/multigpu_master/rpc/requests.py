@@ -26,7 +26,7 @@ FIELDS_MAX = 500_000
 PAGE_PREFIX = "p."
 CURSOR_PREFIX = "w."  # a Watch cursor is w.INCARNATION.NUMBER
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
-# Of requests that need no token: gRPC accepts messages of up to 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.
+# Limits of requests that need no token. gRPC itself accepts 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.
 SMALL_BYTES_MAX = 4096
 SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
 
@@ -53,7 +53,7 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
     """Whether the serialized message and the messages in it have more than `count_max` fields. Of an invalid message,
-    the fields up to the error count, because a parser reads them, too.
+    counts the fields before the error: a parser reads them, too.
     """
     fields_left = count_max
     todo = [(0, len(data), descriptor)]
@@ -127,7 +127,7 @@ def make_cursor(incarnation: str, number: int) -> str:
     return f"{CURSOR_PREFIX}{incarnation}.{number}"
 
 
-def read_cursor(cursor: str) -> tuple[str, int]:
+def parse_cursor(cursor: str) -> tuple[str, int]:
     """Returns the incarnation that issued a Watch cursor, and the cursor's number; ("", 0) if the cursor is empty.
     Raises InvalidArgumentError if it is not valid.
     """

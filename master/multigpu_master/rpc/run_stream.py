@@ -14,7 +14,7 @@ from multigpu_master.journal.payload_files import WRONG_KEY
 from multigpu_master.journal.protocol import SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.intake import RESOURCE_EXHAUSTED, Intake, count_tasks, stored_body
+from multigpu_master.rpc.intake import RESOURCE_EXHAUSTED, Intake, count_inputs, stored_body
 from multigpu_master.rpc.requests import check_count, parse
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.payloads import NOT_READABLE
@@ -80,13 +80,13 @@ class RunStream:
         await self._driver.write_buffer.wait_for_backlog()
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
-        """Raises InvalidArgumentError if the frame is too large or has a wrong key."""
+        """Raises InvalidArgumentError if the frame is too large, or has a payload_key that is wrong or not allowed."""
         if frame.payload_key and caller_queues() is not None:
             raise InvalidArgumentError(QUEUE_RESTRICTED)
         if frame.payload_key and not self._outbox.peer.check_key(frame.payload_key):
             raise InvalidArgumentError(WRONG_KEY)
         check_count(len(frame.client_id.encode()), CLIENT_ID_BYTES_MAX, "bytes in a client_id")
-        check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
+        check_count(count_inputs(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
         check_count(len(frame.cancel_request_ids), CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
         check_count(len(frame.follow_request_ids), FRAME_TASKS_MAX, "followed tasks in one frame of a Run stream")
 
@@ -96,7 +96,8 @@ class RunStream:
         accepted: list[Task] = []
 
         def done(_error: JournalError | None) -> None:
-            # Also checked without an error: the batch may have joined tasks of another call, whose write has failed.
+            # task_id is 0 if the write of the task has failed. That can be the write of another call, whose task this
+            # batch has joined, so the error does not tell.
             self._acknowledge([task for task in accepted if task.task_id])
 
         answers = self._intake.submit(
@@ -188,11 +189,11 @@ class RunStream:
             task = requests.get(request_id)
             if not queries.may_see(task):
                 task = None
-            if task is not None and task.outcome is None and task.client_id != self._outbox.peer_name:
-                self._detach(task)
-                self._reject(DETACHED, request_id)
-                continue
             if task is not None and task.outcome is None:
+                if task.client_id != self._outbox.peer_name:
+                    self._detach(task)
+                    self._reject(DETACHED, request_id)
+                    continue
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
                 elsewhere.append((request_id, task))

@@ -21,8 +21,8 @@ from multigpu_master.errors import (
 from multigpu_master.journal.payload_files import InitialMetadata
 from multigpu_master.journal.protocol import StoredOutcome
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.intake import Answer, Intake, count_tasks, fill_stored
-from multigpu_master.rpc.requests import check_count, make_cursor, read_cursor
+from multigpu_master.rpc.intake import Answer, Intake, count_inputs, fill_stored
+from multigpu_master.rpc.requests import check_count, make_cursor, parse_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
 from multigpu_master.rpc.serve_stream import serve_stream
 from multigpu_master.security.auth import caller_queues
@@ -34,8 +34,8 @@ from multigpu_master.write_buffer import DURABLE_S, set_result_of
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024
 WAIT_MAX_S = 3600.0
-# Get waits until a task that is younger than this is written: a restart of the master must not forget a task of which
-# it has told somebody.
+# Get waits until a task that is younger than this is written. Otherwise a restart of the master could forget a task
+# that Get has returned.
 YOUNG_S = 2.0
 COMMIT_S = 1.0  # Get waits at most this long, or `wait` if that is longer, until an outcome is written
 CURSOR_ELSEWHERE = (
@@ -65,7 +65,7 @@ class TaskService:
 
     async def Submit(self, request: Any, context: Any) -> task_service_pb2.SubmitResponse:
         check_count(
-            count_tasks(request.batches, self._submit_tasks_max),
+            count_inputs(request.batches, self._submit_tasks_max),
             self._submit_tasks_max,
             "tasks in one Submit",
             "send several",
@@ -83,8 +83,8 @@ class TaskService:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
-                # A task that the batch joined goes on if the new tasks can't be written. If it has ended, its outcome
-                # may not be on the disk.
+                # If the new tasks can't be written, a task that the batch has joined goes on. But if it has ended, its
+                # outcome may not be written either: it is not reported as accepted.
                 lost = isinstance(answer, Task) and error is not None and answer.outcome is not None
                 if lost or (isinstance(answer, Task) and not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  its write failed
@@ -119,7 +119,7 @@ class TaskService:
         queues = caller_queues()
         if request.from_now and request.cursor:
             raise InvalidArgumentError("from_now goes with an empty cursor only")
-        name, after = read_cursor(request.cursor)
+        name, after = parse_cursor(request.cursor)
         oldest = await asyncio.to_thread(journal.oldest_cursor)
         last = await asyncio.to_thread(journal.newest_cursor)
         if request.from_now:
@@ -130,7 +130,7 @@ class TaskService:
             raise CallError(CURSOR_ELSEWHERE, grpc.StatusCode.OUT_OF_RANGE)
         elif after < journal.removed_cursor:
             raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
-        removed = journal.removed_cursor  # the caller misses nothing that was removed before this call
+        removed = journal.removed_cursor  # outcomes removed before this call do not end it
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = changes.commits
@@ -168,8 +168,7 @@ class TaskService:
                 wait_s = max(wait_s, COMMIT_S)
             await self._driver.wait_settled(task_id, max(0.0, wait_s))
             if durable:  # by task_id: another task may have the request_id of a withdrawn one by now
-                again = task_service_pb2.GetRequest(task_id=task_id)
-                found = await self._find(again)
+                found = await self._find(task_service_pb2.GetRequest(task_id=task_id))
         if found is None:
             name = request.request_id or request.task_id
             raise NotFoundError(f"no task {name!r}: {queries.FORGOTTEN}")
@@ -230,14 +229,13 @@ class TaskService:
         ]:
             if not queries.may_see(task):
                 task = None  # noqa: PLW2901  listed among the unknown ids in the order of the request
-            if task is not None and task.outcome is None:
+            if task is None:
+                elsewhere.append((name, key))
+            elif task.outcome is None:
                 live[task.task_id] = name, task
-                continue
-            if task is not None:
+            else:
                 response.settled_task_ids.append(task.task_id)
                 settled.append(task)
-            else:
-                elsewhere.append((name, key))
         try:
             cancelled = await self._driver.cancel(
                 [task for _, task in live.values()], request.reason[:REASON_CHARS_MAX], withdrawn=request.withdraw

@@ -145,7 +145,7 @@ class WorkerService:
             )
         info = worker_info(hello)
         caller = current_caller()
-        if caller is not None and not caller.may_use_id(info.worker_id):
+        if caller is not None and not caller.may_use_worker_id(info.worker_id):
             names = ", ".join(caller.worker_ids)
             raise DeniedError(
                 f"the token is not for a worker called {info.worker_id!r}, but for {names}; "

@@ -1,8 +1,8 @@
 """The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each such call that
-passes authentication, also if it fails.
+passes authentication, successful or not.
 
-The line of a successful call is synced before the answer. If that fails, the line is in the master's log, and the
-answer is the same. A call that its caller cancels runs to its end and is logged.
+The line is synced before the answer. If that fails, the line is in the master's log, and the answer is the same. A call
+that its caller cancels runs to its end and is logged.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ class Audit:
             return serve
 
         async def audited(request: Any, context: Any) -> Any:
-            line = _line(method, parse, request, context)
+            record = _record(method, parse, request, context)
             try:
                 descriptor = self._open()
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); repair that, then try again"
                 raise PreconditionError(text) from None
-            work = asyncio.create_task(self._work(serve, line, request, descriptor))
+            work = asyncio.create_task(self._work(serve, record, request, descriptor))
             self._running_calls.add(work)
             work.add_done_callback(self._running_calls.discard)
             return await asyncio.shield(work)
@@ -68,25 +68,26 @@ class Audit:
         if self._running_calls:
             await asyncio.wait(self._running_calls, timeout=timeout_s)
 
-    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes, descriptor: int) -> Any:
+    async def _work(self, serve: Serve, record: dict[str, Any], request: bytes, descriptor: int) -> Any:
         try:
             response = await serve(request, None)  # the call may have ended, and its context with it
         except Exception as error:  # noqa: BLE001  every exception becomes a status
-            failure = call_error(error, line["method"].rpartition("/")[2])
-            line["result"] = failure.code.name
+            failure = call_error(error, record["method"].rpartition("/")[2])
+            record["result"] = failure.code.name
             raise failure from None
         else:
-            line["result"] = "OK"
+            record["result"] = "OK"
             return response
         finally:
             try:
-                await asyncio.to_thread(self._append, descriptor, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+                await asyncio.to_thread(self._append, descriptor, line)
             except OSError as error:
-                log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=line)
+                log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=record)
 
     def _open(self) -> int:
-        """Returns a descriptor of the file; begins a new file if it is full. Used before the call takes effect: after
-        it, the process may have no descriptor left.
+        """Returns a descriptor of the file; begins a new file if it is full. Runs before the call takes effect, because
+        the process may have no descriptor left afterwards.
         """
         descriptor = os.open(self.path, FLAGS, 0o600)
         if os.fstat(descriptor).st_size < FILE_BYTES_MAX:
@@ -117,7 +118,7 @@ class Audit:
             os.close(descriptor)
 
 
-def _line(method: str, parse: Callable[[bytes], Any], request: bytes, context: Any) -> dict[str, Any]:
+def _record(method: str, parse: Callable[[bytes], Any], request: bytes, context: Any) -> dict[str, Any]:
     caller = current_caller()
     names = context.auth_context().get("x509_common_name", ())
     return {

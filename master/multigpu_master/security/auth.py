@@ -53,7 +53,7 @@ _ROLES = {
 HEADER, SCHEME = "authorization", "bearer "
 URN = "urn:multigpu:"
 NO_TOKEN = "this master asks for a token: name its file with token_file (MGPU_TOKEN_FILE), or set MGPU_TOKEN"  # noqa: S105
-BAD_TOKEN = "the token opens nothing here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
+BAD_TOKEN = "the token is not valid here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
 ENDED = "the token was revoked or has expired; ask for a new one"
 # At most one rejected call is logged in this interval.
 LOG_INTERVAL_S = 1.0

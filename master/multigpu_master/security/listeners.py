@@ -101,13 +101,13 @@ class Certificates:
 
     def _read(self) -> list[bytes]:
         """Returns the contents of the files. Raises ListenError if a file cannot be read or is invalid, if key and
-        certificate do not match, if every user may read the key, or if clients would reject the certificate.
+        certificate do not match, if the key has permissions for all users, or if clients would reject the certificate.
         """
         try:
             texts = [path.read_bytes() for path in self._paths]
             key = self._paths[1]
             if key.stat().st_mode & stat.S_IRWXO:
-                raise ListenError(f"every user of this host may read the key {key}: chmod o-rwx {key}")
+                raise ListenError(f"every user of this host may access the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
             _check_server_use(self._paths[0], texts[0])

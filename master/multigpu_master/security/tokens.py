@@ -51,7 +51,7 @@ class Token:
     def may_use_queue(self, queue: str) -> bool:
         return self.queues is None or queue in self.queues
 
-    def may_use_id(self, worker_id: str) -> bool:
+    def may_use_worker_id(self, worker_id: str) -> bool:
         """Whether a worker with this token may have this id."""
         return not self.worker_ids or any(
             worker_id.startswith(p[:-1]) if p.endswith("*") else worker_id == p for p in self.worker_ids
@@ -175,7 +175,7 @@ def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids:
     if WORKER in roles and len(roles) > 1:
         raise ValueError("a worker's token can have no other role: make two tokens")
     if queues and (ADMIN in roles or WORKER in roles):
-        raise ValueError("a token for certain queues is for submit and read: admins and workers serve all queues")
+        raise ValueError("a token for certain queues can only have the roles submit and read")
     if worker_ids and WORKER not in roles:
         raise ValueError("worker_ids are for tokens of the role worker")
     for what, entries in (("queues", queues), ("worker_ids", worker_ids)):

@@ -136,8 +136,8 @@ MESSAGES = (
             checker=TENANTS + "a_guessed_task_id_is_not_found"),
     service("Get waits longer than the caller asked", "min(seconds_of(request.wait), WAIT_MAX_S)", "WAIT_MAX_S",
             TASKS + "get_waits_only_as_long_as_asked"),
-    sessions("a worker takes the id of another", "not caller.may_use_id(info.worker_id):", "not caller.worker_ids:",
-             WORKERS + "a_worker_cannot_take_anothers_id"),
+    sessions("a worker takes the id of another", "not caller.may_use_worker_id(info.worker_id):",
+             "not caller.worker_ids:", WORKERS + "a_worker_cannot_take_anothers_id"),
     sessions("a worker of an older protocol joins", "if hello.protocol_version != PROTOCOL_VERSION:",
              "if hello.protocol_version > PROTOCOL_VERSION:", BAD_INPUT + "an_invalid_hello_is_rejected"),
     sessions("a heartbeat holds the event loop for seconds",
@@ -162,7 +162,7 @@ health = partial(Mutation, module="multigpu_master.rpc.health_service")
 TRANSPORT = (
     health(
         "a peer that reads nothing holds 40 KiB for each call",
-        "(of_one_connection and self._calls[peer] >= CALLS_MAX) or ",
+        "(is_tcp and self._calls[peer] >= CALLS_MAX) or ",
         "",
         HTTP2 + "open_health_calls_are_limited",
     ),

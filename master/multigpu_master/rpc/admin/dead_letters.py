@@ -45,7 +45,7 @@ class DeadLetterCalls:
         return response
 
     async def RequeueDeadLetters(self, request: Any, _context: Any) -> pb.RequeueDeadLettersResponse:
-        ids, token = await self._named(request)
+        ids, token = await self._requested_ids(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         rejected: list[str] = []
         for batch in queries.batched(ids, BATCH):
@@ -54,8 +54,8 @@ class DeadLetterCalls:
             claimed = {task_id for task_id in batch if task_id not in self._busy_dead_letters}
             self._busy_dead_letters |= claimed
             try:
-                # All must have ended before other calls may have their dead letters, also if one fails. (If the caller
-                # goes away, the call continues: audit.py.)
+                # Wait for all requeues, even if one fails: only then may other calls handle these dead letters. (If the
+                # caller goes away, this call continues: audit.py.)
                 wanted = [task_id for task_id in batch if task_id in claimed]
                 answers = await asyncio.gather(*map(self._requeue, wanted), return_exceptions=True)
             finally:
@@ -71,12 +71,12 @@ class DeadLetterCalls:
         if rejected:
             requeued = f"requeued {len(response.task_ids)} of {len(ids)} dead letters"
             raise PreconditionError(
-                f"{requeued}; {len(rejected)} were rejected, and stay until they are deleted: {rejected[0]}"
+                f"{requeued}; {len(rejected)} were rejected, and are still dead letters: {rejected[0]}"
             )
         return response
 
     async def DeleteDeadLetters(self, request: Any, _context: Any) -> pb.DeleteDeadLettersResponse:
-        ids, token = await self._named(request)
+        ids, token = await self._requested_ids(request)
         claimed = {task_id for task_id in ids if task_id not in self._busy_dead_letters}
         self._busy_dead_letters |= claimed
         try:
@@ -88,7 +88,7 @@ class DeadLetterCalls:
         unknown = [task_id for task_id in ids if task_id not in known]
         return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
 
-    async def _named(self, request: Any) -> tuple[list[int], str]:
+    async def _requested_ids(self, request: Any) -> tuple[list[int], str]:
         """The ids in the request, or else one page of the queue's dead letters; and the next page's token, or ""."""
         check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call", "make several")
         if request.task_ids or not request.queue:

@@ -141,7 +141,8 @@ def _holds(worker: Worker, name: str) -> bool:
 
 async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
     """The models that workers offer, sorted by id (name and version). `name`: only models of that name; "": all. A
-    model has one entry for all workers that offer the same files; its values are from one of these workers.
+    model has one entry for all workers that offer the same files. Its values are from one of these workers, except that
+    the digest may be another's.
     """
     groups: dict[str, list[pb.ModelEntry]] = {}
     async for worker in pausing(sorted(workers, key=lambda w: w.worker_id)):
