@@ -31,6 +31,10 @@ class JournalDamagedError(JournalError):
     """The journal's data is damaged. Trying again does not help."""
 
 
+class PayloadLostError(JournalError):
+    """The payload of a task is gone. Trying again does not help."""
+
+
 class JournalFullError(JournalError):
     """The disk or the journal is full, or no file descriptor is left. Trying again later may help."""
 

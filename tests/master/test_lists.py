@@ -11,8 +11,11 @@ from multigpu_master.core.model import TaskError
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite import reads
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
+from multigpu_master.rpc.queries import Filter
 from multigpu_master.wire.payloads import outcome_body
 
+from tests.core.stage import Stage as FleetStage
+from tests.core.test_gangs import PAIR, host, ranks
 from tests.master.journal.journals import commit, opened, settle
 from tests.master.stage import Stage, leases_of
 
@@ -56,6 +59,15 @@ async def test_a_page_of_tasks_with_much_content_ends_early(
         request.page_token = response.next_page_token
     assert list(itertools.chain(*pages)) == (wanted if oldest_first else wanted[::-1])
     assert max(map(len, pages)) == 4, "three outcomes, and a task that the core has"
+
+
+def test_a_list_of_a_workers_tasks_has_the_gangs_of_which_it_runs_a_rank() -> None:
+    fleet = FleetStage()
+    host(fleet, "a", "b", "c")
+    (gang,) = fleet.submit(spec=PAIR)
+    found = {name for name in "abc" if Filter(task_service_pb2.TaskFilter(worker_id=name)).matches(gang)}
+    assert found == {lease.worker.worker_id for lease in ranks(gang)}
+    assert len(found) == 2
 
 
 async def test_dead_letters_with_much_content_are_listed_in_short_pages(

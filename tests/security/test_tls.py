@@ -18,6 +18,8 @@ import multigpu
 import pytest
 from click.testing import CliRunner
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtensionOID
 from multigpu import errors
 from multigpu._transport.credentials import Credentials
 from multigpu.cli import cli
@@ -304,6 +306,21 @@ def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:
         listeners.Certificates(MasterConfig(**settings)).check_files()
     with pytest.raises(ConfigError, match="chmod o-rwx"):
         shown.channel("localhost:1", ())
+
+
+def test_a_certificate_with_a_name_of_a_kind_that_is_not_known_is_rejected(tmp_path: Path) -> None:
+    """Neither the start nor the renewal said what was wrong."""
+    private, name = ec.generate_private_key(ec.SECP256R1()), authority._named("master")
+    x400_address = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x04\xa3\x02\x30\x00")
+    ends = dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
+    pem = authority._signed(name, private.public_key(), [(x400_address, False)], ends, name, private)
+    (tmp_path / "crt").write_bytes(pem)
+    (tmp_path / "key").write_bytes(authority._pem(private))
+    (tmp_path / "key").chmod(0o600)
+    config = MasterConfig(tls_cert=str(tmp_path / "crt"), tls_key=str(tmp_path / "key"))
+    with pytest.raises(listeners.ListenError, match=r"are invalid.*openssl x509"):
+        listeners.Certificates(config).load_first()
+    assert listeners.Certificates(config).new_configuration() is None
 
 
 def test_a_renewed_key_is_used_once_its_mode_is_mended(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class _Certificate:
                 return
             expire_s = x509.load_pem_x509_certificate(contents[0]).not_valid_after_utc.timestamp()
             use()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, x509.InvalidVersion) as error:
             if str(error) != self._logged:
                 self._logged = str(error)
                 log.warning(

@@ -158,18 +158,14 @@ class Filter:
 
     def matches(self, task: Task) -> bool:
         """Whether a task of the core matches."""
-        spec, outcome = task.spec, task.outcome
+        spec = task.spec
         if task.outcome_if_ephemeral is not None:
             if not self.settled or (self.outcomes and int(task.outcome_if_ephemeral.state) not in self.outcomes):
                 return False
         elif task_state(task) not in self.live_states or (self.retrying and not task.attempts):
             return False
-        if self.worker_id:
-            worker_id = outcome.worker_id if outcome is not None else ""
-            if task.lease is not None:
-                worker_id = task.lease.worker.worker_id
-            if worker_id != self.worker_id:
-                return False
+        if self.worker_id and self.worker_id not in _worker_ids(task):
+            return False
         return (
             self.queue in ("", spec.queue)
             and (self.queues is None or spec.queue in self.queues)
@@ -187,6 +183,14 @@ class Filter:
             submitted_before_s=self.before_s,
             cursor_max=cursor_max,
         )
+
+
+def _worker_ids(task: Task) -> list[str]:
+    """The workers to which the task is leased, or by which it has ended."""
+    lease, outcome = task.lease, task.outcome
+    if lease is None:
+        return [] if outcome is None else [outcome.worker_id]
+    return [each.worker.worker_id for each in (lease.gang.leases if lease.gang is not None else (lease,))]
 
 
 async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:

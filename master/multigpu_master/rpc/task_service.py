@@ -13,10 +13,10 @@ from multigpu_master.errors import (
     CallError,
     ExhaustedError,
     InvalidArgumentError,
-    JournalDamagedError,
     JournalError,
     JournalFullError,
     NotFoundError,
+    PayloadLostError,
 )
 from multigpu_master.journal.payload_files import InitialMetadata
 from multigpu_master.journal.protocol import StoredOutcome
@@ -187,9 +187,7 @@ class TaskService:
         journal = self._driver.journal
         try:
             letters = await asyncio.to_thread(journal.get_dead_letters, [message.task_id])
-        except JournalDamagedError:
-            raise
-        except JournalError:
+        except PayloadLostError:
             message.dead_letter = True
             return
         for letter in letters:

@@ -63,6 +63,10 @@ def open_port(server: Any, config: MasterConfig, certificates: "Certificates | N
     return int(server.add_secure_port(config.listen, credentials))
 
 
+# What the package cryptography raises, beside ValueError, for certificates that it does not understand.
+_UNREADABLE = x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.DuplicateExtension
+
+
 class Certificates:
     """The files of the master's certificate, its key and the clients' CA. New connections use the last valid files."""
 
@@ -113,7 +117,7 @@ class Certificates:
             _check_server_use(self._paths[0], texts[0])
             if len(self._paths) > 2:
                 context.load_verify_locations(self._paths[2])
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, *_UNREADABLE) as error:
             names = ", ".join(map(str, self._paths))
             raise ListenError(
                 f"the certificates ({names}) are invalid: {error}; `openssl x509 -noout -text -in FILE` shows FILE"

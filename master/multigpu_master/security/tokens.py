@@ -119,17 +119,13 @@ class Tokens:
         self, name: str, roles: Iterable[str], queues: Iterable[str] = (), worker_ids: Iterable[str] = (),
         *, ttl_s: float | None = None, tasks_per_s: float = 0.0, calls_max: int = 0,
     ) -> tuple[Token, str]:  # fmt: skip
-        """Returns a new token, not yet added, and its text. Raises ValueError if an argument is not allowed,
-        and ExhaustedError at TOKENS_MAX.
-        """
+        """Returns a new token, not yet added, and its text. Raises ValueError if an argument is not allowed."""
         roles, queues, worker_ids = frozenset(roles), frozenset(queues), tuple(worker_ids)
         _check(name, roles, queues, worker_ids)
         if ttl_s is not None and ttl_s <= 0:
             raise ValueError(f"ttl is {ttl_s:g} s; it must be more than 0, or absent")
         if not 0 <= tasks_per_s <= 1e9:
             raise ValueError(f"tasks_per_s is {tasks_per_s:g}; use 0 for no limit, or up to 1e9")
-        if len(self._tokens) >= TOKENS_MAX:
-            raise ExhaustedError(f"there are {TOKENS_MAX} tokens already; revoke some")
         token_id, secret, now = secrets.token_hex(6), secrets.token_hex(32), self.now()
         token = Token(
             token_id=token_id,
@@ -144,6 +140,11 @@ class Tokens:
             digest=_digest(secret),
         )
         return token, f"mgpu_{token_id}_{secret}"
+
+    def check_count(self) -> None:
+        """Raises ExhaustedError if there are TOKENS_MAX tokens."""
+        if len(self._tokens) >= TOKENS_MAX:
+            raise ExhaustedError(f"there are {TOKENS_MAX} tokens already; revoke some")
 
     def add(self, token: Token) -> None:
         self._tokens[token.token_id] = token

@@ -23,7 +23,13 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core.identity import REQUEST_ID_FREE
 from multigpu_master.core.usage import UsageSums
-from multigpu_master.errors import JournalClosedError, JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.errors import (
+    JournalClosedError,
+    JournalDamagedError,
+    JournalError,
+    JournalFullError,
+    PayloadLostError,
+)
 from multigpu_master.ids import TIME_END_S
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord, UsageKey
@@ -168,7 +174,7 @@ class JournalReads:
         if isinstance(task.payload, str):
             payload = self._payload(task.payload, refer=refer)
             if payload is None:
-                raise JournalError(
+                raise PayloadLostError(
                     f"The payload of task {task.task_id} is missing: its segment of {self._data_dir} is gone or too "
                     "short. Restore the whole directory from a backup, or run `mgpu-master --data-dir "
                     f"{self._data_dir} salvage`, which removes such tasks and says which."

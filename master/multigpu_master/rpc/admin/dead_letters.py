@@ -3,13 +3,14 @@
 import asyncio
 from typing import Any
 
+import grpc
 from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import FAILED_PRECONDITION
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
-from multigpu_master.errors import JournalError, JournalFullError, PreconditionError
+from multigpu_master.errors import CallError, JournalDamagedError, PayloadLostError
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.requests import check_count, make_page_token, parse_page_token, read_page_size
@@ -23,6 +24,8 @@ REPLACED = (
     "task {task_id} has the same request_id {request_id!r} and was submitted later, so this task must not run again; "
     "delete this dead letter"
 )
+# By google.rpc.Code, as in a Rejection.
+STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class DeadLetterCalls:
@@ -47,7 +50,7 @@ class DeadLetterCalls:
     async def RequeueDeadLetters(self, request: Any, _context: Any) -> pb.RequeueDeadLettersResponse:
         ids, token = await self._requested_ids(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
-        rejected: list[str] = []
+        rejected: list[tuple[int, ev.Rejection]] = []
         for batch in queries.batched(ids, BATCH):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
             # Dead letters that another call handles now are reported as unknown.
@@ -67,11 +70,13 @@ class DeadLetterCalls:
                 if isinstance(answer, BaseException):
                     raise answer
                 if isinstance(answer, ev.Rejection):
-                    rejected.append(f"dead letter {task_id}: {answer.message}")
+                    rejected.append((task_id, answer))
         if rejected:
-            requeued = f"requeued {len(response.task_ids)} of {len(ids)} dead letters"
-            raise PreconditionError(
-                f"{requeued}; {len(rejected)} were rejected, and are still dead letters: {rejected[0]}"
+            task_id, first = rejected[0]
+            raise CallError(
+                f"requeued {len(response.task_ids)} of {len(ids)} dead letters; {len(rejected)} were rejected, and are "
+                f"still dead letters: dead letter {task_id}: {first.message}",
+                STATUS_CODES[first.code],
             )
         return response
 
@@ -107,9 +112,7 @@ class DeadLetterCalls:
         """
         try:
             letters = await asyncio.to_thread(self._driver.journal.get_dead_letters, [task_id])
-        except JournalFullError:
-            raise
-        except JournalError as error:  # its payload is lost
+        except (PayloadLostError, JournalDamagedError) as error:
             return ev.Rejection(FAILED_PRECONDITION, str(error))
         if not letters:
             return None

@@ -30,6 +30,7 @@ class TokenCalls:
             raise InvalidArgumentError(f"{request.name!r} is the name of the token that the master makes: take another")
         if expired := tokens.remove_expired():
             self._driver.write_buffer.append(Entry(settings=expired))
+        tokens.check_count()
         try:
             token, secret = tokens.make(
                 request.name,
