@@ -213,12 +213,12 @@ def test_large_outcomes_are_written_as_older_ones_expire(small_disk: Path) -> No
 
 @pytest.mark.usefixtures("sweeping")
 def test_a_disk_that_queued_tasks_fill_empties_as_they_end(small_disk: Path) -> None:
-    """Also if a result is as large as its payload."""
+    """A result that is as large as its payload takes a little more space than the payload did."""
     with opened(small_disk / "data", now=lambda: 3000.0) as (journal, commits):
         tasks = 0
         while journal.writable:
             tasks += 1
-            journal.append(entry := Entry(submits=[submit(tasks, os.urandom(LARGE_BYTES))]))
+            journal.append(entry := Entry(submits=[submit(tasks, os.urandom(2 * LARGE_BYTES))]))
             answered(commits, entry)
         fill(small_disk)
         entries = [Entry(settles=[settle(i, os.urandom(LARGE_BYTES))]) for i in range(1, tasks)]

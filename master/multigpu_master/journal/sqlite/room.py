@@ -27,7 +27,7 @@ TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as
 SMALL_BODY_BYTES = 4 << 10  # on a full disk, a cancellation's outcome up to this size may overtake waiting entries
 NAME = "reserve"
 # Outcomes may take half of the reserve (require_room_for_outcome): those of all tasks whose payloads are in a segment
-# fit there, if they are no larger than the payloads. Then the segment is deleted.
+# fit there, if they are smaller than the payloads. Then the segment is deleted.
 SEGMENTS_IN_RESERVE = 4
 _SHARE = 16
 _SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20
