@@ -3,7 +3,6 @@ that failed half way the master does nothing more but end.
 """
 
 import asyncio
-import errno
 import itertools
 import json
 import os
@@ -272,48 +271,6 @@ async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) 
     answer = await calls.DeleteDeadLetters(request, None)
     assert (answer.deleted, list(answer.unknown_task_ids)) == (1, [7])
     assert not stage.journal.existing_dead_letters([task.task_id])
-
-
-async def test_a_dead_letter_whose_payload_can_not_be_read_now_is_not_lost(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Get answered as if it was, and a requeue said that it never could be requeued."""
-    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
-    (task,) = stage.submit("kept")
-    task.payload = bytes(SEGMENT_BYTES)
-    failure = ev.Failure(leases_of([task])[0].lease_id, TaskError("ValueError", "no"))
-    stage.driver.handle(ev.Reports(1, failures=[failure]))
-    await stage.durable()
-
-    def fail(_reference: str) -> bytes:
-        raise OSError(errno.EIO, "the disk failed")
-
-    monkeypatch.setattr(stage.journal._large, "read", fail)
-    calls = DeadLetterCalls()
-    calls._driver, calls._busy_dead_letters = stage.driver, set()
-    request = admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id])
-    for call in (stage.service.Get(task_service_pb2.GetRequest(task_id=task.task_id), None),
-                 calls.RequeueDeadLetters(request, None)):  # fmt: skip
-        with pytest.raises(JournalError, match="the disk failed"):
-            await call
-    monkeypatch.undo()
-    assert list((await calls.RequeueDeadLetters(request, None)).task_ids) == [task.task_id]
-
-
-async def test_a_requeue_for_which_there_is_no_room_may_be_tried_again(stage: Stage) -> None:
-    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
-    (task,) = stage.submit("x")
-    failure = ev.Failure(leases_of([task])[0].lease_id, TaskError("ValueError", "no"))
-    stage.driver.handle(ev.Reports(1, failures=[failure]))
-    await stage.durable()
-    stage.driver.handle(ev.ConfigureQueue("default", tasks_max=1))
-    stage.submit("y")
-    calls = DeadLetterCalls()
-    calls._driver, calls._busy_dead_letters = stage.driver, set()
-    request = admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id])
-    with pytest.raises(CallError, match="try again later") as caught:
-        await calls.RequeueDeadLetters(request, None)
-    assert caught.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_usage_that_was_just_passed_to_the_journal_is_in_the_next_answer(stage: Stage) -> None:

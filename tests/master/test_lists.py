@@ -1,15 +1,21 @@
-"""Lists of tasks do not read large results, and end a page early if its tasks take much memory."""
+"""Lists of tasks do not read large results, and end a page early if its tasks take much memory; dead letters that
+can't be requeued now.
+"""
 
+import errno
 import itertools
 from pathlib import Path
 
+import grpc
 import pytest
 from multigpu._transport.payloads import Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import TaskError
+from multigpu_master.errors import CallError, JournalError
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite import reads
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.queries import Filter
 from multigpu_master.wire.payloads import outcome_body
@@ -91,3 +97,45 @@ async def test_dead_letters_with_much_content_are_listed_in_short_pages(
     assert max(map(len, pages)) == 2
     ids, _ = await calls._requested_ids(admin_service_pb2.DeleteDeadLettersRequest(queue=tasks[0].spec.queue))
     assert ids == list(itertools.chain(*pages))
+
+
+async def test_a_dead_letter_whose_payload_can_not_be_read_now_is_not_lost(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Get answered as if it was, and a requeue said that it never could be requeued."""
+    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
+    (task,) = stage.submit("kept")
+    task.payload = bytes(LARGE_BYTES)
+    failure = ev.Failure(leases_of([task])[0].lease_id, TaskError("ValueError", "no"))
+    stage.driver.handle(ev.Reports(1, failures=[failure]))
+    await stage.durable()
+
+    def fail(_reference: str) -> bytes:
+        raise OSError(errno.EIO, "the disk failed")
+
+    monkeypatch.setattr(stage.journal._large, "read", fail)
+    calls = DeadLetterCalls()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
+    request = admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id])
+    for call in (stage.service.Get(task_service_pb2.GetRequest(task_id=task.task_id), None),
+                 calls.RequeueDeadLetters(request, None)):  # fmt: skip
+        with pytest.raises(JournalError, match="the disk failed"):
+            await call
+    monkeypatch.undo()
+    assert list((await calls.RequeueDeadLetters(request, None)).task_ids) == [task.task_id]
+
+
+async def test_a_requeue_for_which_there_is_no_room_may_be_tried_again(stage: Stage) -> None:
+    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
+    (task,) = stage.submit("x")
+    failure = ev.Failure(leases_of([task])[0].lease_id, TaskError("ValueError", "no"))
+    stage.driver.handle(ev.Reports(1, failures=[failure]))
+    await stage.durable()
+    stage.driver.handle(ev.ConfigureQueue("default", tasks_max=1))
+    stage.submit("y")
+    calls = DeadLetterCalls()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
+    request = admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id])
+    with pytest.raises(CallError, match="try again later") as caught:
+        await calls.RequeueDeadLetters(request, None)
+    assert caught.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
