@@ -1,12 +1,13 @@
 """The messages that wait to be sent on a bidirectional stream.
 
-Callers add items to the open frame. While the writer writes a frame, items gather in the open frame, and the next write
-sends them together. There is no timer, and on an idle stream no added latency.
+Callers add items to the newest frame that waits. While the writer writes a frame, items gather in the next one. There
+is no timer, and on an idle stream no added latency.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from multigpu_master.errors import CallError
@@ -19,16 +20,20 @@ FRAME_ITEMS = 2048
 F = TypeVar("F")
 
 
+@dataclass(slots=True)
+class _Waiting(Generic[F]):
+    frame: F
+    items: int = 0
+    size_bytes: int = 0
+
+
 class Outbox(Generic[F]):
     """Frames of one type for one stream. Callers fill what `frame_for` returns; the writer takes frames with `next`."""
 
     def __init__(self, frame_type: Callable[[], F], peer: Peer) -> None:
         self.peer = peer
         self._type = frame_type
-        self._full: deque[tuple[F, int]] = deque()
-        self._open = frame_type()
-        self._open_items = 0
-        self._open_bytes = 0
+        self._waiting: deque[_Waiting[F]] = deque()  # the newest last
         self._wake: asyncio.Future[None] | None = None
         self._frame_taken = asyncio.Event()
         self._frame_taken.set()
@@ -43,40 +48,33 @@ class Outbox(Generic[F]):
         self._none_pending = asyncio.Event()
 
     def frame_for(self, size: int, items: int = 1) -> F:
-        """Counts items of this total size as waiting, wakes the writer, and returns the open frame. The caller must add
-        the items to the frame before the next await.
+        """Counts items of this total size as waiting, wakes the writer, and returns the frame to which the caller must
+        add the items before the next await.
         """
-        if self._open_items and (self._open_items >= FRAME_ITEMS or self._open_bytes + size > FRAME_BYTES):
-            self._full.append((self._open, self._open_bytes))
-            self._open = self._type()
-            self._open_items = self._open_bytes = 0
-        self._open_items += items
-        self._open_bytes += size
+        newest = self._waiting[-1] if self._waiting else None
+        if newest is None or newest.items >= FRAME_ITEMS or newest.size_bytes + size > FRAME_BYTES:
+            newest = _Waiting(self._type())
+            self._waiting.append(newest)
+        newest.items += items
+        newest.size_bytes += size
         self.bytes += size
         wake = self._wake
         if wake is not None and not wake.done():
             wake.set_result(None)
-        return self._open
+        return newest.frame
 
     async def next(self) -> F | None:
         """Waits for the next frame to write, removes and returns it. Returns None if the stream has finished."""
-        while True:
-            if self._full:
-                frame, size = self._full.popleft()
-                break
-            if self._open_items:
-                frame, size = self._open, self._open_bytes
-                self._open = self._type()
-                self._open_items = self._open_bytes = 0
-                break
+        while not self._waiting:
             if self._finished:
                 return None
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
             self._wake = None
-        self.bytes -= size
+        first = self._waiting.popleft()
+        self.bytes -= first.size_bytes
         self._frame_taken.set()
-        return frame
+        return first.frame
 
     def finish(self) -> None:
         """Ends the stream with OK after the waiting frames are sent."""
@@ -86,9 +84,8 @@ class Outbox(Generic[F]):
 
     def abort(self, error: CallError) -> None:
         """Ends the stream with this error at once, and drops the waiting frames. The first error counts."""
-        self._full.clear()
-        self._open = self._type()
-        self._open_items = self._open_bytes = self.bytes = 0
+        self._waiting.clear()
+        self.bytes = 0
         self._frame_taken.set()
         if not self.aborted.done():
             self.aborted.set_result(error)
