@@ -57,12 +57,7 @@ class LargeObjects:
 
     def restore(self, reference: str) -> bytes | Reference | None:
         """As `read`, but for a shared file returns a Reference, which keeps the file, or None if the file is gone."""
-        if is_shared(reference):
-            return self._shared.restore(reference)
-        try:
-            return self.read(reference)
-        except FileNotFoundError:
-            return None
+        return self._shared.restore(reference) if is_shared(reference) else self.read(reference)
 
     def read(self, reference: str) -> bytes:
         """Returns the bytes. Raises OSError if the file can't be read, and ValueError if the reference or the bytes are
