@@ -51,9 +51,8 @@ class History:
             queue = task.spec.queue
             ended[queue] = ended.get(queue, 0) + 1
             outcome = task.outcome
-            if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
-                continue
-            if outcome.start_s:  # else it is unknown
+            # start_s is 0 if it is unknown.
+            if outcome is not None and outcome.state is OutcomeState.SUCCEEDED and outcome.start_s:
                 self._succeeded += 1
                 self._queue_s += outcome.dispatch_s - task.submit_s
                 self._run_s += outcome.finish_s - outcome.start_s
