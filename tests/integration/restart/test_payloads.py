@@ -237,7 +237,7 @@ def test_references_need_the_key(fleet: Fleet, place: Any) -> None:
         run_by_hand(fleet, task_service_pb2.RunRequest(payload_key=b"guessed"))
     batch = refer("in-submit", place.pin.name, place.offset, place.size_bytes).batches[0]
     (result,) = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=[batch]), timeout=20).results
-    assert "send its bytes" in result.rejection.message
+    assert "send the payload inline" in result.rejection.message
 
 
 def test_a_payload_that_vanishes_fails_its_task_and_no_other(tmp_path: Path) -> None:
