@@ -171,7 +171,9 @@ class WriteBuffer:
             return
         tasks = [task for task, _ in settled]
         unwritten = self._forget_deferred(tasks)
-        records = [settle_record(task, body, now, submitted=task.task_id not in unwritten) for task, body in settled]
+        records = [
+            settle_record(task, body, now, may_be_stored=task.task_id not in unwritten) for task, body in settled
+        ]
         if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before `add`: the journal does not have these request_ids yet
         self._request_filter.add([task.request_id for task in tasks if task.request_id])

@@ -3,9 +3,10 @@ references are valid, which files must be synced, and which may be deleted.
 
 A shared segment is a file of payloads that a client or worker wrote. (journal/sqlite/segments.py has the segments that
 the journal writes.) Each shared segment to which a task, an outcome or an unwritten entry in the master's memory refers
-has one `SegmentHold`. When its last reference is gone, the segment is deleted unless a row of the journal refers to the
-segment or another process has a lock on it. A scan finds segments that were never reported to the master, because their
-writer was killed before.
+has one `SegmentHold`. When its last reference is gone, the segment is unused, unless a row of the journal refers to the
+segment or another process has a lock on it. A scan finds unused segments that were never reported to the master,
+because their writer was killed before. Unused segments are deleted. A few large ones are first kept under FREE_NAMES:
+writers overwrite them, which is faster than a new file.
 
 Files are opened relative to the directory, never through links. They must be of the master's user, with a single
 hard link.
@@ -42,14 +43,15 @@ from multigpu_master.errors import JournalError
 log = structlog.get_logger()
 
 DIRECTORY_NAME = "payloads"
-# Time between two checks for released segments: with, and without, segments that wait to be deleted.
+# Time between two checks for released segments: BUSY_S if some wait to be deleted, IDLE_S if none do.
 BUSY_S, IDLE_S = 0.05, 0.5
 # After this time, a segment that its writer still has locked is left to the scan.
 WAIT_S = 2.0
-# Segments that are kept for the next writer are deleted when no segment of about the full size has become unused for
-# this time.
+# Segments under FREE_NAMES are deleted when no large segment (half of SEGMENT_BYTES or more) has become unused for this
+# time.
 FREE_S = 3.0
-SCAN_S, SCAN_SEGMENTS = 1.0, 64  # period of the scan, and the segments that it checks in each
+# The scan checks SCAN_SEGMENTS of the directory's segments every SCAN_S.
+SCAN_S, SCAN_SEGMENTS = 1.0, 64
 _OFFSET_MAX = 1 << 40
 _TRASH = "trash"
 
@@ -57,7 +59,7 @@ _TRASH = "trash"
 # Initial metadata of a stream, for the peer.
 InitialMetadata = tuple[tuple[str, bytes], ...]
 WRONG_KEY = (
-    "payload_key differs from the file KEY in this master's directory of payloads; leave it out to send and get bytes"
+    "payload_key differs from the file KEY in this master's directory of payloads; without a key, payloads go inline"
 )
 
 
@@ -95,9 +97,9 @@ class Payloads:
         self._lock = threading.Lock()  # protects _held, and deletions
         self.released: deque[str] = deque()  # names of segments without references
         self._journaled: set[str] = set()  # rows may refer to these; their names are synced
-        self._undeletable: set[str] = set()  # the log has a line for each
+        self._undeletable: set[str] = set()  # an error of their deletion was logged
         self._scan_from = ""
-        self._last_freed_at = 0.0
+        self._last_large_at_s = 0.0  # when a segment large enough to be kept was last found unused
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -142,20 +144,22 @@ class Payloads:
     def resolve(self, name: str, offset: int, size_bytes: int, crc: int = -1) -> Reference:
         """Returns a peer's reference, which keeps its segment. Raises BadReferenceError if it is invalid."""
         if NAME.fullmatch(name) is None:
-            raise BadReferenceError("the reference names no segment: it must be one that the sender wrote itself")
+            raise BadReferenceError(
+                "the reference's segment has an invalid name; refer to a segment that the sender wrote"
+            )
         if offset >= _OFFSET_MAX or not LARGE_BYTES <= size_bytes < _OFFSET_MAX:
             raise BadReferenceError(
                 f"the reference's offset {offset} or size {size_bytes} is out of range; send payloads of less "
                 f"than {LARGE_BYTES} bytes inline"
             )
-        stored = self._hold(name)
+        hold = self._hold(name)
         try:
             with self.opened(name) as fd:
                 found = os.fstat(fd)
         except OSError as error:
             raise BadReferenceError(
                 f"segment {name} can't be opened ({error.strerror}); write it into the directory that the master "
-                "offered, keep it locked, and refer to it then, or send the bytes themselves"
+                "offered, keep it locked, and refer to it only then; or send the payload inline"
             ) from error
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
             raise BadReferenceError(
@@ -166,7 +170,7 @@ class Payloads:
                 f"segment {name} has {found.st_size} bytes, and the reference needs {offset + size_bytes}; "
                 "write the bytes before you refer to them"
             )
-        return Reference(stored, offset, size_bytes, crc)
+        return Reference(hold, offset, size_bytes, crc)
 
     def restore(self, text: str) -> Reference | None:
         """Returns a row's reference, which keeps its segment. None if the segment is gone or too short."""
@@ -231,25 +235,24 @@ class Payloads:
                 waiting = {n: end_s for n, end_s in waiting.items() if not self._try_delete(n) and now_s < end_s}
                 if now_s >= scan_at_s:
                     self._measure()
-                    for name in self._part():
+                    for name in self._next_names():
                         self._try_delete(name)
-                    if now_s > self._last_freed_at + FREE_S:
+                    if now_s > self._last_large_at_s + FREE_S:
                         self._delete_free()
                     scan_at_s = now_s + SCAN_S
             except (OSError, JournalError) as error:
                 log.warning("unused payloads can't be deleted", directory=str(self.path), error=str(error))
                 scan_at_s = now_s + SCAN_S
 
-    def _part(self) -> list[str]:
-        """The names to scan next."""
+    def _next_names(self) -> list[str]:
+        """Returns the names to scan next."""
         names = self._names()
         part = [name for name in names if name > self._scan_from][:SCAN_SEGMENTS]
         self._scan_from = part[-1] if len(part) == SCAN_SEGMENTS else ""
         return part
 
-    def _reserve_free_name(self) -> str | None:
+    def _vacant_free_name(self) -> str | None:
         """Returns a name under which to keep a segment for the next writer, or None if enough segments are kept."""
-        self._last_freed_at = time.monotonic()
         for name in FREE_NAMES:
             try:
                 os.stat(name, dir_fd=self._dir_fd)
@@ -289,7 +292,9 @@ class Payloads:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 return True
-            free = self._reserve_free_name() if found.st_size >= SEGMENT_BYTES // 2 else None
+            free: str | None = None
+            if found.st_size >= SEGMENT_BYTES // 2:
+                free, self._last_large_at_s = self._vacant_free_name(), time.monotonic()
             with self._lock:
                 if name in self._held:
                     return True

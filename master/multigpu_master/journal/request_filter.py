@@ -94,14 +94,16 @@ class RequestFilter:
 
 
 def _read(journal: SqliteJournal) -> _Filter | None:
-    """Returns None, and logs why, if the journal could not be read. Raises JournalClosedError."""
+    """Returns None, and logs why, if the journal could not be read: after an exception, `full` would stay True, and
+    every settle would begin another load. Raises JournalClosedError.
+    """
     try:
         loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
         for page in journal.request_ids():
             loaded.add(page)
     except JournalClosedError:
         raise
-    except Exception as error:  # noqa: BLE001  such as MemoryError: without another try, every settle would begin a load
+    except Exception as error:  # noqa: BLE001  such as MemoryError
         log.warning("the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S)
         return None
     return loaded

@@ -18,7 +18,7 @@ class Retention:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self._saved_s = 0.0  # the time that the journal holds; 0: none
-        self._downtimes: list[tuple[int, float]] = []  # (first cursor after it, its seconds), oldest first
+        self._downtimes: list[tuple[int, float]] = []  # (first cursor after a downtime, its seconds), oldest first
 
     def downtime_s(self, cursor: int) -> float:
         """Returns for how many seconds no master ran since the outcome at this cursor was written."""
@@ -52,7 +52,7 @@ class Retention:
             self._downtimes = downtimes
         return difference_s
 
-    def due(self) -> bool:
+    def save_due(self) -> bool:
         return self.clock() - self._saved_s >= SAVE_S
 
     def save(self, oldest_cursor: int, write: Callable[[bytes], object]) -> None:

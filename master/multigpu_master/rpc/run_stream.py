@@ -238,4 +238,4 @@ def _read_bodies(journal: SqliteJournal, tasks: Sequence[SettledTask]) -> list[b
     """Returns the serialized outcomes of the first of these tasks, about READ_BYTES in total. Raises JournalError or
     MemoryError if they cannot be read now.
     """
-    return [stored_body(outcome) for outcome in journal.read_settled(tasks, READ_BYTES)]
+    return [stored_body(outcome) for outcome in journal.read_outcomes_of(tasks, READ_BYTES)]

@@ -202,7 +202,7 @@ class TaskService:
             if request.WhichOneof("key") == "task_id":
                 return journal.get_outcome(request.task_id)
             settled = journal.find_requests([request.request_id]).get(request.request_id)
-            return None if settled is None else journal.read_settled([settled], 0)[0]
+            return None if settled is None else journal.read_outcomes_of([settled], 0)[0]
 
         by_request = request.WhichOneof("key") == "request_id"
         live = core.ledger.requests.get(request.request_id) if by_request else core.ledger.tasks.get(request.task_id)

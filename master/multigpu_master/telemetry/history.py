@@ -26,12 +26,12 @@ class History:
         self.latencies: Latencies | None = None  # set while metrics are collected
         self._timer: asyncio.TimerHandle | None = None
         # The current interval: the counters at its start, and the number and durations of its succeeded tasks.
-        self._counted = (0, 0, 0)
+        self._counts_at_start = (0, 0, 0)
         self._succeeded = 0
         self._queue_s = self._run_s = 0.0
-        # By queue: how many tasks have ended. In _queue_counts, oldest first, for the end of each recent interval: the
-        # time, and by queue: how many tasks had ended, and how many were queued or leased.
-        self._ended: dict[str, int] = {}
+        self._ended: dict[str, int] = {}  # tasks that have ended, by queue
+        # For the start of each recent interval, oldest first: the time, and by queue, how many tasks had ended, and how
+        # many were queued or leased.
         self._queue_counts: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
         self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # as in _queue_counts, at the queue's last resume
 
@@ -51,9 +51,8 @@ class History:
             queue = task.spec.queue
             ended[queue] = ended.get(queue, 0) + 1
             outcome = task.outcome
-            if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
-                continue
-            if outcome.start_s:  # else it is unknown
+            # start_s is 0 if it is unknown.
+            if outcome is not None and outcome.state is OutcomeState.SUCCEEDED and outcome.start_s:
                 self._succeeded += 1
                 self._queue_s += outcome.dispatch_s - task.submit_s
                 self._run_s += outcome.finish_s - outcome.start_s
@@ -88,7 +87,7 @@ class History:
         point = pb.HistoryPoint(queued=core.ledger.unsettled - core.ledger.leased, leased=core.ledger.leased)
         set_time(point.end_time, self._now())
         point.submitted, point.succeeded, point.unsuccessful = (
-            now - before for now, before in zip(self._counts(), self._counted, strict=True)
+            now - before for now, before in zip(self._counts(), self._counts_at_start, strict=True)
         )
         if self._succeeded:
             point.queue_duration.CopyFrom(duration(max(0.0, self._queue_s / self._succeeded)))
@@ -98,7 +97,7 @@ class History:
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._counted = self._counts()
+        self._counts_at_start = self._counts()
         self._succeeded, self._queue_s, self._run_s = 0, 0.0, 0.0
         queues = self._core.ledger.queues
         self._ended = {name: self._ended.get(name, 0) for name in queues}

@@ -15,8 +15,7 @@ from multigpu_master.write_buffer import Done, WriteBuffer, set_result_of
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
 FLUSH_WAIT_S = 1.0
-# Limit of keys that a master adds to one interval, and of keys in the metrics; the usage of further keys is added to
-# OTHER.
+# A master adds the usage of at most KEYS_MAX keys to an interval, and to the metrics, and that of all others to OTHER.
 KEYS_MAX = 1000
 OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
 
@@ -63,14 +62,14 @@ class UsageLog:
         sums: dict[UsageKey, UsageSums] = {}
         for spec, used in self._usage.pop_sums().items():
             key = UsageKey(spec.queue, spec.submitter, spec.kind, spec.model)
-            kept = _kept(key, self._keys)
+            kept = _key_or_other(key, self._keys)
             self._keys.add(kept)
             sums.setdefault(kept, UsageSums()).add(used)
-            self.totals.setdefault(_kept(key, self.totals), UsageSums()).add(used)
+            self.totals.setdefault(_key_or_other(key, self.totals), UsageSums()).add(used)
         if sums or done is not None:
             records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
             self._write_buffer.append(Entry(usage=records), done, urgent=done is not None)
 
 
-def _kept(key: UsageKey, keys: Collection[UsageKey]) -> UsageKey:
+def _key_or_other(key: UsageKey, keys: Collection[UsageKey]) -> UsageKey:
     return key if key in keys or len(keys) < KEYS_MAX else OTHER

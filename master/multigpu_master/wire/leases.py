@@ -18,9 +18,9 @@ from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
-# A worker's larger checkpoint is ignored. Partial outputs are not sent to the next worker if Extra.partials_bytes is
-# larger.
-CHECKPOINT_BYTES_MAX, RESENT_PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
+CHECKPOINT_BYTES_MAX = 1 << 20  # a larger checkpoint of a worker is ignored
+# Larger partial outputs of a task, all together (Extra.partials_bytes), are not sent to the next worker.
+RESENT_PARTIALS_BYTES_MAX = 1 << 20
 
 
 _BATCHES = worker_service_pb2.SessionResponse.LEASE_BATCHES_FIELD_NUMBER
@@ -124,7 +124,7 @@ def reports_of(
     if len(batch.energy_joules) == len(lease_ids):
         energy = energies(list(batch.energy_joules), batch.energy_method, batch.energy_uncertainty)
     if batch.result_places:
-        lost = payload_messages.take_results(batch, results, peer)
+        lost = payload_messages.resolve_results(batch, results, peer)
         failures += lost.values()
         lease_ids = [x for n, x in enumerate(lease_ids) if n not in lost]
         results = [x for n, x in enumerate(results) if n not in lost]

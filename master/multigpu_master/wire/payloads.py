@@ -65,9 +65,9 @@ class Peer:
 
 
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
-    """Returns the payload that an input refers to. Raises BadReferenceError if `peer` is None or rejects it."""
+    """Returns the payload that an input refers to. Raises BadReferenceError as `Peer.resolve`, or if `peer` is None."""
     if peer is None:
-        raise BadReferenceError("a payload goes by reference on a Run stream only; send its bytes")
+        raise BadReferenceError("only a Run stream can refer to payloads; send the payload inline")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
 
 
@@ -144,7 +144,7 @@ def lease_payloads(
     return payloads
 
 
-def take_results(
+def resolve_results(
     batch: worker_service_pb2.ReportBatch, results: list[bytes | Reference], peer: Peer
 ) -> dict[int, ev.Failure]:
     """Puts the results that the batch carries by reference into `results`. Returns failures for invalid references, by

@@ -53,7 +53,7 @@ class SpecReader:
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
-            # These checks are not in `_spec`, because the specs of the journal have passed them.
+            # Checks that are not in `_spec` do not apply to specs of the journal, which an earlier master accepted.
             check_size("content_type", message.content_type, NAME_BYTES_MAX)
             for field in ("content_type", "kind", "model", "queue"):
                 check_printable(field, getattr(message, field))
@@ -136,7 +136,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         raise InvalidMessageError(f"world_size_min {m.world_size_min} is out of range; use 1 to world_size")
     durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
     initial_s = _duration(m, "backoff_initial") or BACKOFF_INITIAL_S
-    same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
+    identifying = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
     return Spec(
         kind=m.kind,
         model=m.model,
@@ -158,7 +158,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         world_size_min=m.world_size_min or m.world_size or 1,
         spread_ranks=m.spread_ranks and m.world_size > 1,
         submitter=m.submitter,
-        identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
+        identity=zlib.crc32(identifying.SerializeToString(deterministic=True)) >> 1,
         wire=wire,
     )
 

@@ -65,7 +65,7 @@ def tasks_of(
         tasks.append(task)
     request_ids, payloads = _column_of_request_ids(batch), list(batch.payloads)
     if len(payloads) != len(request_ids):
-        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads; they must be equal"
+        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads; it needs as many of each"
         return [*tasks, *[_invalid(message) for _ in request_ids]]
     for request_id, payload in zip(request_ids, payloads, strict=True):
         rejection = _check(payload, request_id, "", payload_bytes_max)
@@ -109,8 +109,8 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
     )
 
 
-def settle_record(task: Task, body: bytes | LargeBody, now: float, *, submitted: bool = True) -> SettleRecord:
-    """The journal's record of a task that settles now. `body`: its serialized Outcome; `submitted`: see SettleRecord.
+def settle_record(task: Task, body: bytes | LargeBody, now: float, *, may_be_stored: bool = True) -> SettleRecord:
+    """The journal's record of a task that settles now. `body`: its serialized Outcome.
 
     The times of retention begin now: finish_s, a time of the worker's clock, may be long ago if no master ran then.
     """
@@ -120,7 +120,7 @@ def settle_record(task: Task, body: bytes | LargeBody, now: float, *, submitted:
         task.task_id, task.request_id, int(outcome.state), spec.queue, spec.kind, spec.model, outcome.worker_id,
         task.submit_s, now, now + spec.result_ttl_s, body,
         submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None, identity.fingerprint(task),
-        submitted,
+        may_be_stored,
     )  # fmt: skip
 
 

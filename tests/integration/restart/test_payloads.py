@@ -190,12 +190,12 @@ def test_references_that_lead_nowhere_are_rejected(fleet: Fleet, place: Any, tmp
     foreign.write_bytes(bytes(MIB))
     size = (folder / place.pin.name).stat().st_size  # it may be one that others have left, and larger than a new one
     bad = [
-        ("../journal.sqlite3", 0, MIB, "names no segment"),
-        (str(secret), 0, MIB, "names no segment"),
-        (f"./{place.pin.name}", 0, MIB, "names no segment"),
-        ("KEY", 0, LARGE_BYTES, "names no segment"),
-        ("", 0, MIB, "names no segment"),
-        (f"{place.pin.name}\n", 0, MIB, "names no segment"),
+        ("../journal.sqlite3", 0, MIB, "has an invalid name"),
+        (str(secret), 0, MIB, "has an invalid name"),
+        (f"./{place.pin.name}", 0, MIB, "has an invalid name"),
+        ("KEY", 0, LARGE_BYTES, "has an invalid name"),
+        ("", 0, MIB, "has an invalid name"),
+        (f"{place.pin.name}\n", 0, MIB, "has an invalid name"),
         (f"{token}-1", 0, MIB, "can't be opened"),  # a link
         (f"{token}-2", 0, MIB, "single hard link"),  # somebody else's file by another name
         (f"{token}-3", 0, MIB, "plain file"),
@@ -237,7 +237,7 @@ def test_references_need_the_key(fleet: Fleet, place: Any) -> None:
         run_by_hand(fleet, task_service_pb2.RunRequest(payload_key=b"guessed"))
     batch = refer("in-submit", place.pin.name, place.offset, place.size_bytes).batches[0]
     (result,) = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=[batch]), timeout=20).results
-    assert "send its bytes" in result.rejection.message
+    assert "send the payload inline" in result.rejection.message
 
 
 def test_a_payload_that_vanishes_fails_its_task_and_no_other(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_round_trip(tmp_path: Path, size: int) -> None:
         assert it.journal.get_outcome(1) is None
         known = it.journal.find_requests(["request-2", "request-1", "", "unknown"])
         assert list(known) == ["request-2"]
-        assert it.journal.read_settled([known["request-2"]], 0) == [found]
+        assert it.journal.read_outcomes_of([known["request-2"]], 0) == [found]
         assert it.journal.get_dead_letters([9, 3, 2]) == [dead]
         assert [o.body for o in it.journal.list_dead_letters(queue="", before_task_id=0, limit=10)] == [body]
         assert it.journal.oldest_cursor() == 1

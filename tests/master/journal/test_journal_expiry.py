@@ -28,7 +28,7 @@ def test_an_outcome_whose_time_to_live_is_over_is_not_given_out(tmp_path: Path) 
             journal = it.journal
             found = [
                 journal.read_outcomes(0, 10, 10**9),
-                journal.read_settled(
+                journal.read_outcomes_of(
                     list(journal.find_requests([f"request-{n}" for n in range(1, 5)]).values()), 10**9
                 ),
                 [o for n in range(1, 5) if (o := journal.get_outcome(n)) is not None],

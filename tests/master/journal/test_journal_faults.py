@@ -313,7 +313,7 @@ def test_a_row_that_cannot_be_read_now_is_not_lost(
 
         monkeypatch.setattr(journal_segments.LargeObjects, "read", fail)
         with pytest.raises(JournalError, match=os.strerror(number)):
-            list(journal.lost())
+            list(journal.lost_rows())
 
 
 def test_a_file_that_is_too_short_is_damage(tmp_path: Path) -> None:

@@ -56,6 +56,6 @@ def test_a_time_that_could_not_be_written_is_not_saved() -> None:
 
     with pytest.raises(sqlite3.OperationalError):
         retention.save(0, full)
-    assert retention.due()
+    assert retention.save_due()
     retention.save(0, lambda _value: None)
-    assert not retention.due()
+    assert not retention.save_due()

@@ -65,8 +65,8 @@ JOURNAL = (
     ),
     write_buffer(
         "a settled task counts as never written",
-        "submitted=task.task_id not in unwritten",
-        "submitted=False",
+        "may_be_stored=task.task_id not in unwritten",
+        "may_be_stored=False",
         seeds=1000,
     ),
     statements("a settled task is not deleted", "for record in settles if", "for record in settles[1:] if"),

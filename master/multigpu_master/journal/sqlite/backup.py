@@ -216,7 +216,7 @@ def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]],
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
     for table, key in rows:
-        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # `table`: from JournalReads.lost
+        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # `table`: of lost_rows()
     for setting in settings:
         schema.repair(writer, setting)
     ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()
@@ -228,7 +228,7 @@ def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]],
 def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
     reads = JournalReads(data_dir, database=database)
     try:
-        return list(reads.lost())
+        return list(reads.lost_rows())
     finally:
         reads.close_readers()
 

@@ -162,7 +162,8 @@ def _check_contents(path: Path) -> None:
     log_is_absent = not log.exists()
     if what := wal.describe_cut(log, index, PAGE_BYTES):
         raise damaged_log_error(path, what)
-    # Without a log, the file alone can be read. With a log, SQLite needs the log's index, which it may have to build.
+    # Without a log, or with an empty one (has_log is False), the file alone can be read. With a log, SQLite needs the
+    # log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX

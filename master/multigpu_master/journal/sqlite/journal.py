@@ -264,10 +264,10 @@ class SqliteJournal(JournalReads):
         self._on_commit(batch, first_cursor, None)
 
     def _write_one_by_one(self) -> bool:
-        """Writes waiting entries with the space of the reserve. An entry without space waits, and so do later ones of
-        the same sequence: one is of outcomes that are not small cancellations, one of settings. Other entries that are
-        small or free space (room.is_small_or_frees) overtake it. Outcomes make room for the next ones, because they
-        delete their tasks. Returns whether any were written.
+        """Writes waiting entries with the space of the reserve, and returns whether any were written. Two kinds of
+        entries stay in sequence: settings, and outcomes other than small cancellations. If there is no space for one,
+        it and all later entries of its kind wait; the other entries are tried. Outcomes make room for the next ones,
+        because they delete their tasks.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():

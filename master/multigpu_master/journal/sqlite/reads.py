@@ -44,7 +44,7 @@ _SETTLED_COLUMNS = (
 )
 _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _TIMED_OUTCOME_COLUMNS = f"{_OUTCOME_COLUMNS}, o.settle_time_s"
-_LOST_PAGE_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
+_LOST_PAGE_ROWS = 64  # in one page of `lost_rows`; few, because their payloads and results are read as well
 _TASKS_ROWS = 4096
 LIST_BYTES = 16 << 20  # a list of outcomes ends once their bodies, without large results, have this size
 # A dead letter that was requeued has one outcome for each time that its task settled. The newest counts.
@@ -136,7 +136,7 @@ class JournalReads:
         return task
 
     def _outcome(self, row: Sequence[Any], *, whole: bool = True) -> StoredOutcome:
-        """The outcome of a row of _OUTCOME_COLUMNS. `whole`: with its result, also if that is large."""
+        """The outcome of a row of _OUTCOME_COLUMNS. `whole`: False leaves out a large result."""
         self._settled(row)
         *settled, expire_time_s, body = row
         if not isinstance(expire_time_s, float):
@@ -215,9 +215,9 @@ class JournalReads:
         files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._large.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
-    def lost(self) -> Iterator[tuple[str, int, bool, str]]:
-        """Reads everything. For each row that can't be read, yields its table, its key, whether it stays because only
-        an outcome's result is lost, and a description.
+    def lost_rows(self) -> Iterator[tuple[str, int, bool, str]]:
+        """Reads everything. For each row that can't be read as a whole, yields its table, its key, whether salvage
+        keeps the row because only the result of an outcome is lost, and a description.
         """
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the outcome of task")):
             is_outcome = table == "outcome"
@@ -266,11 +266,13 @@ class JournalReads:
         """What tasks have used in the intervals that this period touches, summed by these fields of UsageKey (the
         others are empty), the largest device time first. queues: None for all.
         """
-        return [usage.parse_row(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _list(queues)))]
+        return [
+            usage.parse_row(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _json_or_null(queues)))
+        ]
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The settled tasks with these request_ids. No task has a request_id with a NUL. If one is asked for, json_each
-        cuts it there, so the answer may have another task.
+        """Returns the settled tasks with these request_ids, by request_id. json_each cuts a request_id at a NUL. No
+        task has such a request_id, but the answer may then have the task whose request_id precedes the NUL.
         """
         # In the order of cursors: if several tasks had a request_id, one after the other, the newest counts.
         sql = (
@@ -279,7 +281,7 @@ class JournalReads:
         )
         return {row[2]: self._settled(row) for row in self._rows(sql, (json.dumps(list(request_ids)),))}
 
-    def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
+    def read_outcomes_of(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
         """Returns the outcomes of the tasks, in order, until all bodies together have `bytes_max` or more."""
         outcomes: list[StoredOutcome] = []
         bytes_read = 0
@@ -317,7 +319,7 @@ class JournalReads:
         return {row[1]: self._settled(row) for row in self._rows(sql, (json.dumps(list(task_ids)),))}
 
     def get_outcome(self, task_id: int, *, whole: bool = True) -> StoredOutcome | None:
-        """`whole`: with its result, also if that is large."""
+        """Returns the newest outcome of a task. `whole`: False leaves out a large result."""
         if task_id > _INTEGER_MAX:
             return None
         rows = self._rows(
@@ -332,7 +334,7 @@ class JournalReads:
         sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor > ? ORDER BY o.cursor LIMIT ?"
         outcomes = self._outcomes(sql, (after_cursor, limit), bytes_max, whole=True)
         if len(outcomes) > 1 and sum([len(outcome.body or b"") for outcome in outcomes]) > bytes_max:
-            outcomes.pop()  # it may be almost as large as a message
+            outcomes.pop()  # the last body may alone be almost as large as a message can be
         return outcomes
 
     def _outcomes(self, sql: str, parameters: Sequence[Any], bytes_max: int, *, whole: bool) -> list[StoredOutcome]:
@@ -419,7 +421,7 @@ class JournalReads:
         """Dead letters with task_ids below `before_task_id` (0: all), newest first. `queues`: None for all. The list
         ends early once the bodies have LIST_BYTES.
         """
-        parameters = queue, before_task_id, limit, _list(queues)
+        parameters = queue, before_task_id, limit, _json_or_null(queues)
         return self._outcomes(_LETTERS.format(_OUTCOME_COLUMNS), parameters, LIST_BYTES, whole=False)
 
     def list_dead_letter_ids(self, *, queue: str, before_task_id: int, limit: int) -> list[int]:
@@ -428,7 +430,7 @@ class JournalReads:
         return [task_id for (task_id,) in rows]
 
 
-def _list(names: Collection[str] | None) -> str | None:
+def _json_or_null(names: Collection[str] | None) -> str | None:
     """Returns the names as a parameter for json_each."""
     return None if names is None else json.dumps(list(names))
 

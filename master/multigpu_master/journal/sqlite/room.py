@@ -26,8 +26,9 @@ from multigpu_master.journal.sqlite.segments import Segments
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records
 SMALL_BODY_BYTES = 4 << 10  # on a full disk, a cancellation's outcome up to this size may overtake waiting entries
 NAME = "reserve"
-# Outcomes may take half of the reserve (require_room_for_outcome): those of all tasks whose payloads are in a segment
-# fit there, if they are smaller than the payloads. Then the segment is deleted.
+# A segment has at most a quarter of the reserve's size, and outcomes may take half of the reserve
+# (require_room_for_outcome). So on a full disk the outcomes of all tasks whose payloads are in one segment can be
+# written, if they are smaller than the payloads. Then the segment is deleted.
 SEGMENTS_IN_RESERVE = 4
 _SHARE = 16
 _SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20
@@ -209,7 +210,9 @@ def _own_bytes(body: bytes | LargeBody) -> int:
 
 
 def is_small_or_frees(entry: Entry) -> bool:
-    """Whether an entry takes almost no space in the journal or frees it: deletions, cancellations, settings, usage."""
+    """Whether an entry frees space in the journal or usually takes almost none: deletions, settings, usage, and
+    cancellations whose outcomes have at most SMALL_BODY_BYTES.
+    """
     return not entry.submits and all(
         record.state == task_pb2.OUTCOME_STATE_CANCELLED and len(record.body) <= SMALL_BODY_BYTES
         for record in entry.settles

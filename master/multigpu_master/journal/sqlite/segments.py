@@ -4,8 +4,9 @@ SQLite would write each byte twice, to its log and to the database: for tasks wi
 of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC; and for a
 body with a large result, the size of what precedes the result), or to a shared segment, whose name has a dash
 (journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without references
-are deleted. Payloads and bodies have separate segments, because they are deleted at different times. Segments are small
-beside the reserve (room.py): on a full disk, tasks that end with its space free the segments of their payloads.
+are deleted. Payloads and bodies have separate segments, because they are deleted at different times. A segment is small
+compared with the reserve (room.py): on a full disk, the reserve has space for the outcomes of all tasks whose payloads
+are in one segment, which can be deleted then.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -55,17 +56,12 @@ class LargeObjects:
         self._shared = shared
 
     def restore(self, reference: str) -> bytes | Reference | None:
-        """As `read`, but for a shared file returns a Reference, which keeps the file. None: the file is gone."""
-        if is_shared(reference):
-            return self._shared.restore(reference)
-        try:
-            return self.read(reference)
-        except FileNotFoundError:
-            return None
+        """As `read`, but for a shared file returns a Reference, which keeps the file, or None if the file is gone."""
+        return self._shared.restore(reference) if is_shared(reference) else self.read(reference)
 
     def read(self, reference: str) -> bytes:
-        """Returns the bytes. Raises OSError if the file can't be read, FileNotFoundError also if the row was deleted
-        since it was read, and ValueError if the reference or the bytes are damaged.
+        """Returns the bytes. Raises OSError if the file can't be read, and ValueError if the reference or the bytes are
+        damaged. FileNotFoundError may also mean that the row with the reference has been deleted meanwhile.
         """
         if is_shared(reference):
             name, offset, size_bytes, head, _ = parse_reference(reference)
@@ -107,7 +103,7 @@ class LargeObjects:
 
 
 class _Appender:
-    """The open segment of payloads, or of bodies."""
+    """The segment to which payloads, or bodies, are appended. `fd` is -1 if the next one begins a new segment."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -118,8 +114,8 @@ class _Appender:
 
 
 class Segments:
-    """Writes and deletes segments, on the journal's thread. A segment has at most `segment_bytes`, or one
-    payload or body.
+    """Writes and deletes segments, on the journal's thread. A segment has at most `segment_bytes`, unless its
+    only payload or body is larger.
     """
 
     def __init__(self, data_dir: Path, shared: Payloads, segment_bytes: int) -> None:

@@ -58,7 +58,7 @@ class Sweeper:
         self._now = retention.clock
         self.removed_cursor = int(read_private(writer, SETTING_REMOVED) or 0)  # read from any thread; never too low
         self._dedupe_window_s = dedupe_window_s
-        self._spec_after = ""
+        self._last_spec_digest = ""  # the last spec examined; "": begin with the first
         self._usage_at_s = 0.0  # the next sweep of usage
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
         self._last_cursor: int = newest or 0
@@ -94,7 +94,7 @@ class Sweeper:
         """Does one part of the due work. Returns False if there was none. `disk_full`: even small amounts of unused
         space in the files are returned to the disk.
         """
-        if self._retention.due():
+        if self._retention.save_due():
             self.save_time()
         return (
             self._sweep_zone()
@@ -163,7 +163,7 @@ class Sweeper:
             raise
 
     def _sweep_specs(self) -> bool:
-        deleted, self._spec_after = journal_specs.delete_unused(self._writer, self._spec_after)
+        deleted, self._last_spec_digest = journal_specs.delete_unused(self._writer, self._last_spec_digest)
         return deleted
 
     def _sweep_usage(self) -> bool:
