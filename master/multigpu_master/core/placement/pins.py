@@ -24,12 +24,13 @@ class Pins:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._pins: dict[tuple[str, Shape], Pin] = {}
-        self._eligibility = -1
-        self._members: dict[Worker, WorkerInfo] = {}  # accepting workers when the pins were last checked
+        # As of the last check of the pins: the accepting workers, and fleet.eligibility_changes (-1: none was made).
+        self._members: dict[Worker, WorkerInfo] = {}
+        self._eligibility_changes = -1
 
     def worker_for(self, strategy: Strategy, shape: Shape) -> Worker | None:
         """The worker to which a pinned strategy assigns the shape, whether or not it has room now."""
-        if self._eligibility != self._fleet.eligibility_changes:
+        if self._eligibility_changes != self._fleet.eligibility_changes:
             self._move_pins()
         if len(self._pins) >= PINS_MAX:
             self._pins.clear()
@@ -52,7 +53,7 @@ class Pins:
         """
         before, fleet = self._members, self._fleet
         now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}
-        self._eligibility = fleet.eligibility_changes
+        self._eligibility_changes = fleet.eligibility_changes
         joined = [w for w, info in now.items() if before.get(w) is not info]
         if not joined and len(now) == len(before):
             return  # no accepting worker joined, left or got another info
