@@ -128,7 +128,7 @@ class Recalls:
         fleet = self._fleet
         stuck = [w for w in over_slots if now - w.pace.reported_s >= CHECK_S and w.accepting]
         backlogs = self._first_backlogs() if stuck else []
-        backlogs = [b for b in backlogs if b.head() is not None and not b.strategy.pinned]
+        backlogs = [b for b in backlogs if not b.strategy.pinned]
         if not backlogs:
             return
         # All leases are read once, not for each backlog: usually none is less urgent than the most urgent task.
