@@ -42,10 +42,12 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
 
 
 def room_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
-    """Returns why there is no room, or no id, for one more task with a payload of `size` bytes; None if there is."""
+    """Returns why the core can't accept one more task with a payload of `size` bytes: a limit is reached, or no task id
+    is left. None: it can.
+    """
     limits = ledger.limits
     if ids.next_id >= ids.end:
-        what = "the master waits for its journal to begin new task ids; try again in a moment"
+        what = "the master has no unused task ids, and waits for its journal to reserve more; try again in a moment"
         return ev.Rejection(UNAVAILABLE, what, ev.RETRY_DELAY_S)
     if ledger.unsettled >= limits.tasks_max:
         what = f"the master holds its limit of {limits.tasks_max} unsettled tasks (queue_tasks_max)"
@@ -83,9 +85,9 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
         there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
     shape = shape_of(spec)
-    if able := fleet.device_count(shape):
+    if devices := fleet.device_count(shape):
         what = f"{shape.world_size_min} workers, each on its own device, have to run this task at the same time"
-        return f"{what}, and {able} could; {wait}"
+        return f"{what}, and {devices} could; {wait}"
     why = "; ".join(f"{w.worker_id}: {fleet.ineligibility(w, shape)}" for w in workers[:5])
     return f"no worker could ever take this task ({why}); {wait}"
 

@@ -129,14 +129,6 @@ class Attempts:
         self._requeue(lease.task, now, after_s)
         self.end_if_overdue(lease.task, now)
 
-    def interrupt(self, lease: Lease, why: str, now: float) -> None:
-        """Revokes a lease, and requeues its task without charge."""
-        self._ledger.counters.requeued += 1
-        self._withdraw(lease, why)
-        if lease.running:
-            self._record(lease, lease.running_since_s, now, why)
-        self.requeue_uncharged(lease, now, 0.0)
-
     @staticmethod
     def _record(lease: Lease, start_s: float, end_s: float, reason: str) -> None:
         """Keeps the attempt, for display only."""
@@ -157,14 +149,22 @@ class Attempts:
 
     def revoke_charged(self, lease: Lease, error: TaskError, now: float) -> None:
         """Revokes a lease; its attempt counts as failed with this error."""
-        self._withdraw(lease, error.message)
+        self._revoke(lease, error.message)
         self._ledger.counters.requeued += 1
         self.failed(lease, error, lease.running_since_s, now, now)
 
     def revoke_uncharged(self, lease: Lease, why: str, now: float) -> None:
-        """Revokes a lease, which counts as lost."""
-        self._withdraw(lease, why)
+        """Revokes a lease; this counts as a loss (see `lost`)."""
+        self._revoke(lease, why)
         self.lost(lease, why, now)
+
+    def interrupt(self, lease: Lease, why: str, now: float) -> None:
+        """Revokes a lease, and requeues its task without charge."""
+        self._ledger.counters.requeued += 1
+        self._revoke(lease, why)
+        if lease.running:
+            self._record(lease, lease.running_since_s, now, why)
+        self.requeue_uncharged(lease, now, 0.0)
 
     def interrupt_all(self, worker: Worker, now: float) -> None:
         """Interrupts the attempts of all leases of a worker whose drain deadline has passed."""
@@ -172,7 +172,7 @@ class Attempts:
             if lease.lease_id in worker.leases:  # else the end of another rank has released it
                 self.interrupt(lease, f"the drain deadline of worker {worker.worker_id} has passed", now)
 
-    def _withdraw(self, lease: Lease, why: str) -> None:
+    def _revoke(self, lease: Lease, why: str) -> None:
         self._ledger.release(lease)
         self._commands.revoke(lease.worker.session, [lease.lease_id], why)
 
@@ -191,7 +191,7 @@ class Attempts:
     def take_out(self, task: Task, why: str) -> None:
         """Revokes the lease of a leased task. Removes a waiting task from its resource class."""
         if task.lease is not None:
-            self._withdraw(task.lease, why)
+            self._revoke(task.lease, why)
         elif task.waiting:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
@@ -255,14 +255,15 @@ class Attempts:
         if not lease.running and worker.residency.loading(lease.model):
             since_s = now
         due_s, late_s = since_s + timeout_s + RUN_GRACE_S, self._ledger.limits.timer_late_s
-        if now < due_s or now > max(due_s, when_s) + late_s:  # or the master was suspended: see apply_limit
+        # Too early, or so late that the master was suspended: see apply_limit.
+        if now < due_s or now > max(due_s, when_s) + late_s:
             task.run_timeout_armed = True
             self._ledger.expiries.at(due_s if now < due_s else now + late_s, task, TimeLimit.RUN_TIMEOUT)
         elif lease.running:
             error = TaskError("RunTimeout", "the attempt ran too long and its worker did not end it")
             self.revoke_charged(lease, error, now)
         else:
-            self._withdraw(lease, NOT_BEGUN)
+            self._revoke(lease, NOT_BEGUN)
             self._ledger.counters.requeued += 1
             task.ensure_extra().avoid_device_or_worker = worker.device_key
             self.requeue_uncharged(lease, now, 0.0)

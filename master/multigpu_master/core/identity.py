@@ -34,7 +34,9 @@ def payload_crc(task: Task) -> int:
 
 
 def fingerprint(task: Task) -> int | None:
-    """A task's fingerprint for the journal. None: the task has no request_id, or the CRC of its payload is unknown."""
+    """A task's fingerprint for the journal; REQUEST_ID_FREE if the task was withdrawn. None: the task has no
+    request_id, or the CRC of its payload is unknown.
+    """
     if not task.request_id:
         return None
     outcome = task.outcome
@@ -45,27 +47,26 @@ def fingerprint(task: Task) -> int | None:
 
 
 def conflict(
-    task_id: int, kind: str, model: str, known_fingerprint: int | None, again: Task, state: int | None, *,
+    task_id: int, kind: str, model: str, known_fingerprint: int | None, resubmit: Task, state: int | None, *,
     durable: bool = True,
 ) -> ev.Rejection | None:  # fmt: skip
-    """Returns a rejection if the resubmit `again` is not of the same task as the first submit; None if it is. All other
-    arguments describe the first: `known_fingerprint` is its fingerprint (None: unknown), `state` its outcome's (None:
-    unsettled).
+    """Compares a resubmit with the known task that has its request_id, which the other arguments describe. Returns a
+    rejection if they differ. `known_fingerprint` None: unknown. `state` is the outcome's; None: unsettled.
     """
-    difference = _difference(kind, model, known_fingerprint, again)
-    if again.spec.durable and not durable:
+    difference = _difference(kind, model, known_fingerprint, resubmit)
+    if resubmit.spec.durable and not durable:
         difference = "durability EPHEMERAL, not DURABLE"
     if not difference:
         return None
     advice = "use another request_id"
     if state not in (None, OutcomeState.SUCCEEDED):
         advice = f"set retry_failed to run this task in place of task {task_id}, which did not succeed; or {advice}"
-    name = f"request_id {again.request_id!r} is that of task {task_id}"
+    name = f"request_id {resubmit.request_id!r} is that of task {task_id}"
     return ev.Rejection(ALREADY_EXISTS, f"{name}, which has {difference}; {advice}")
 
 
-def _difference(kind: str, model: str, known_fingerprint: int | None, again: Task) -> str:
-    spec = again.spec
+def _difference(kind: str, model: str, known_fingerprint: int | None, resubmit: Task) -> str:
+    spec = resubmit.spec
     if kind != spec.kind:
         return f"kind {kind!r}, not {spec.kind!r}"
     if model != spec.model:
@@ -74,5 +75,5 @@ def _difference(kind: str, model: str, known_fingerprint: int | None, again: Tas
         return ""
     if known_fingerprint & (1 << SPEC_BITS) - 1 != spec.identity:
         return "other parameters or another content_type"
-    crc = payload_crc(again)
+    crc = payload_crc(resubmit)
     return "another payload" if crc >= 0 and crc != known_fingerprint >> SPEC_BITS else ""

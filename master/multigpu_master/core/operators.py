@@ -28,12 +28,12 @@ class Operators:
     def register(self, event: ev.RegisterWorker, now: float) -> None:
         worker = self._fleet.register(event.info)
         worker.cordon = event.cordon
-        self._end_drain_at_deadline(worker)
+        self._interrupt_at_drain_deadline(worker)
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
         worker.check_at_once = event.check_at_once
         worker.residency.operator_pins = dict.fromkeys(event.pinned_models)
         if event.expected:
-            # Of the other workers it is unknown when they were last heard: new workers evict those first.
+            # The heard_s of the other workers stays 0.0, so that evict_lost_worker_for() deletes those first.
             worker.heard_s = now
             self._hold.expect(worker.worker_id)
 
@@ -44,8 +44,8 @@ class Operators:
 
     def uncordon(self, event: ev.Uncordon, now: float) -> None:
         worker = self._workers[event.worker_id]
-        drained, worker.cordon = worker.draining, None
-        if drained:
+        was_draining, worker.cordon = worker.draining, None
+        if was_draining:
             self._commands.send_desired_state(worker)
         self._changed(worker)
 
@@ -53,19 +53,19 @@ class Operators:
         worker, deadline_s = self._workers[event.worker_id], event.deadline_s
         worker.cordon = Cordon("drained", draining=True, drain_deadline_s=deadline_s)
         self._commands.send_desired_state(worker)
-        self._end_drain_at_deadline(worker)
+        self._interrupt_at_drain_deadline(worker)
         self._changed(worker)
 
-    def _end_drain_at_deadline(self, worker: Worker) -> None:
+    def _interrupt_at_drain_deadline(self, worker: Worker) -> None:
         deadline_s = worker.drain_deadline_s
 
-        def end(now: float) -> None:
+        def interrupt(now: float) -> None:
             # A later drain or uncordon may have replaced this drain.
             if worker.draining and worker.drain_deadline_s == deadline_s:
                 self._attempts.interrupt_all(worker, now)
 
         if deadline_s is not None:
-            self._timers.at(deadline_s, end)
+            self._timers.at(deadline_s, interrupt)
 
     def forget(self, event: ev.Forget, now: float) -> None:
         worker = self._workers[event.worker_id]

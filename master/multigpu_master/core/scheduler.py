@@ -168,14 +168,14 @@ class Core:
         ledger.counters.submitted += len(fresh)
         self._commands.add(ev.Submitted(results, fresh, pending + len(fresh) if event.stream else 0))
 
-    def _join(self, known: Task, resubmitted: Task, stream: int) -> Task | ev.Rejection:
+    def _join(self, known: Task, resubmit: Task, stream: int) -> Task | ev.Rejection:
         """Answers a resubmit: returns the known task with the same request_id, which `stream` now follows, or a
         rejection.
         """
         spec = known.spec
         state = known.outcome.state if known.outcome is not None else None
         rejected = conflict(
-            known.task_id, spec.kind, spec.model, fingerprint(known), resubmitted, state, durable=spec.durable
+            known.task_id, spec.kind, spec.model, fingerprint(known), resubmit, state, durable=spec.durable
         )
         if rejected is not None:
             return rejected
@@ -209,7 +209,7 @@ class Core:
 
     def _recover(self, event: ev.Recover, now: float) -> None:
         self.hold.until_s = event.hold_until_s
-        self.timers.at(event.hold_until_s, self._end_hold)
+        self.timers.at(event.hold_until_s, self._extend_hold_if_suspended)
         ledger = self.ledger
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
@@ -217,14 +217,14 @@ class Core:
         for when_s, task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
             self._attempts.apply_limit(task, limit, when_s, now)
 
-    def _end_hold(self, now: float) -> None:
-        """`handle` calls this before it dispatches tasks in the same event. If the master was suspended meanwhile, it
-        may not have read the workers' hellos yet: then extends the hold.
+    def _extend_hold_if_suspended(self, now: float) -> None:
+        """Called when the hold should end. If the call is late, the master was suspended, and may not have read the
+        workers' hellos yet: extends the hold. Else does nothing, and the same event dispatches tasks.
         """
         late_s = self.ledger.limits.timer_late_s
         if self.hold.until_s + late_s < now and self.hold.has_expected:
             self.hold.until_s = now + late_s
-            self.timers.at(self.hold.until_s, self._end_hold)
+            self.timers.at(self.hold.until_s, self._extend_hold_if_suspended)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.ledger

@@ -30,7 +30,9 @@ class TaskTable:
         self._blocks[task.task_id >> BLOCK_BITS][task.task_id] = task
 
     def discard(self, task: Task) -> None:
-        """Removes the task if it is in the table. A requeued dead letter has the id of the task that ended."""
+        """Removes the task if it is in the table. Leaves another task with its id: a dead letter that is
+        requeued keeps its id.
+        """
         task_id = task.task_id
         block = self._blocks.get(task_id >> BLOCK_BITS)
         if block is not None and block.get(task_id) is task:

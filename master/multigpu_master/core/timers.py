@@ -13,7 +13,7 @@ from multigpu_master.core.model import Task
 from multigpu_master.core.task_table import TaskTable
 
 SWEEP_MIN = 1024  # fewer expiries are not swept
-SWEEP_STEP = 4  # old expiries that a sweep checks whenever an expiry is added
+SWEEP_STEP = 4  # expiries that a sweep checks whenever an expiry is added
 # Limit of due expiries that one event handles; also of ephemeral outcomes whose result_ttl is over, and of overdue
 # tasks that dispatch ends.
 DUE_MAX = 256

@@ -1,4 +1,4 @@
-"""least_loaded: the worker with the fewest leases for each of its slots."""
+"""least_loaded: the worker with the fewest leases per slot."""
 
 from typing import ClassVar
 
@@ -8,8 +8,8 @@ from multigpu_master.core.strategy import FleetView, Strategy
 
 class LeastLoaded(Strategy):
     name: ClassVar[str] = "least_loaded"
-    summary: ClassVar[str] = "The worker with the fewest leases for each of its slots."
-    score_meaning: ClassVar[str] = "leases for each slot"
+    summary: ClassVar[str] = "The worker with the fewest leases per slot."
+    score_meaning: ClassVar[str] = "leases per slot"
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
         return len(worker.leases) / worker.info.slots

@@ -49,7 +49,7 @@ class Guarded(Strategy):
         return score
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        """A worker that a mistake excludes has the score inf. excludes() has logged it."""
+        """Returns inf for a worker that a mistake excludes; excludes() has logged the mistake."""
         try:
             return self._score(shape, worker, fleet)
         except Exception:  # noqa: BLE001  any mistake

@@ -18,7 +18,7 @@ class TaskType(Strategy):
     summary: ClassVar[str] = (
         "Workers labelled task_type=KIND[+KIND] serve those kinds alone; the others are the fallback."
     )
-    score_meaning: ClassVar[str] = "leases for each slot, plus a million for a worker that is only the fallback"
+    score_meaning: ClassVar[str] = "leases per slot, plus a million for a worker that is only the fallback"
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
         label = worker.info.labels.get(LABEL)

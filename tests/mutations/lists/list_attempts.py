@@ -42,10 +42,10 @@ ATTEMPTS = (
     attempts("revoke not sent", "self._commands.revoke(lease.worker.session, [lease.lease_id], why)"),
     attempts(
         "P4: a task that never ends is tried for ever",
-        """        self._withdraw(lease, error.message)
+        """        self._revoke(lease, error.message)
         self._ledger.counters.requeued += 1
         self.failed(lease, error, lease.running_since_s, now, now)""",
-        """        self._withdraw(lease, error.message)
+        """        self._revoke(lease, error.message)
         self.lost(lease, error.message, now)""",
     ),
     attempts(
@@ -69,7 +69,7 @@ ATTEMPTS = (
     attempts("queue timeout of a task that ran, and was interrupted", "task.ensure_extra().begun = True  #", "pass  #"),
     attempts("a lease meets the queue timeout", "None and now < due_s", "None:\n            return\n        if False"),
     attempts("queue_timeout leaves no time to report the start", "if lease is not None and now < due_s:"),
-    attempts("a lease that is not begun stays", "            self._withdraw(lease, NOT_BEGUN)", "            return"),
+    attempts("a lease that is not begun stays", "            self._revoke(lease, NOT_BEGUN)", "            return"),
     attempts_story(
         "a task is granted again to the worker that did not start it",
         "task.ensure_extra().avoid_device_or_worker = worker.device_key",

@@ -56,7 +56,10 @@ EVENTS = (
         "self.hold.until_s = event.hold_until_s",
         "self.hold.until_s = 0.0",
     ),
-    scheduler("the wait after a restart has no end of its own", "self.timers.at(event.hold_until_s, self._end_hold)"),
+    scheduler(
+        "the wait after a restart has no end of its own",
+        "self.timers.at(event.hold_until_s, self._extend_hold_if_suspended)",
+    ),
     scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.forget_committed(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission(
@@ -92,17 +95,19 @@ EVENTS = (
     operators("a cordon is forgotten by a restart", "worker.cordon = event.cordon", "worker.cordon = None"),
     operators(
         "a restart drops the deadline of a drain",
-        "= event.cordon\n        self._end_drain_at_deadline(worker)\n",
+        "= event.cordon\n        self._interrupt_at_drain_deadline(worker)\n",
         "= event.cordon\n",
     ),
     operators("a restarted master expects no worker", "self._hold.expect(worker.worker_id)"),
     operators("a cordon does nothing", 'worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)'),
     operators(
-        "an uncordon leaves the drain", "drained, worker.cordon = worker.draining, None", "drained = worker.draining"
+        "an uncordon leaves the drain",
+        "was_draining, worker.cordon = worker.draining, None",
+        "was_draining = worker.draining",
     ),
     operators(
         "an uncordon is not sent to the worker",
-        "        if drained:\n            self._commands.send_desired_state(worker)\n",
+        "        if was_draining:\n            self._commands.send_desired_state(worker)\n",
     ),
     operators(
         "a drain gets new work",
@@ -116,8 +121,10 @@ EVENTS = (
         "drain_deadline_s=deadline_s)\n        self._commands.send_desired_state(worker)\n",
         "drain_deadline_s=deadline_s)\n",
     ),
-    operators("a drain has no deadline", "self._timers.at(deadline_s, end)"),
-    operators("P6: leases are taken before the deadline of the drain", "deadline_s, end", "deadline_s - 0.5, end"),
+    operators("a drain has no deadline", "self._timers.at(deadline_s, interrupt)"),
+    operators(
+        "P6: leases are taken before the deadline of the drain", "deadline_s, interrupt", "deadline_s - 0.5, interrupt"
+    ),
     operators(
         "P6: a drain that was called off takes the leases",
         "if worker.draining and worker.drain_deadline_s == deadline_s:",

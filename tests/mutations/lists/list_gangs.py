@@ -119,8 +119,8 @@ GANGS = (
     ),
     attempts(
         "a gang that grows is charged",
-        "        self.requeue_uncharged(lease, now, 0.0)\n\n    @static",
-        "        self._requeue(lease.task, now, 0.0)\n\n    @static",
+        "        self.requeue_uncharged(lease, now, 0.0)\n\n    def interrupt_all",
+        "        self._requeue(lease.task, now, 0.0)\n\n    def interrupt_all",
     ),
     sessions(
         "a gang grows without a checkpoint",

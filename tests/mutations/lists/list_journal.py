@@ -208,7 +208,7 @@ JOURNAL = (
     identity("P5: parameters are all alike", "if known_fingerprint & (1 << SPEC_BITS) - 1 != spec.identity:"),
     identity(
         "P1: a task that was acknowledged as durable is lost with its master",
-        "if again.spec.durable and not durable:",
+        "if resubmit.spec.durable and not durable:",
         checker="pytest",
     ),
     Mutation(

@@ -54,7 +54,7 @@ LEDGER = (
     ),
     fleet("backlogs only grow", "worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0"),
     fleet("P2: reports of a session that is over count", "self.sessions.pop(worker.session, None)"),
-    fleet("a lost worker keeps its models", "worker.residency.lost()"),
+    fleet("a lost worker keeps its models", "worker.residency.end_session()"),
     fleet("a worker that left is believed to be leaving", "worker.stopping = False"),
     fleet("a new session goes on with the old one's frames", "worker.frames_sent = 0"),
     model(

@@ -108,7 +108,11 @@ PLACEMENT = (
         "a backlog of one task less suffices", "worker, backlog.size):", "worker, backlog.size + 1):", seeds=5000
     ),
     pins("pins outlive their workers", "del self._pins[key]"),
-    pins("pins outlive the fleet", "self._eligibility != self._fleet.eligibility_changes:", "self._eligibility == -1:"),
+    pins(
+        "pins outlive the fleet",
+        "self._eligibility_changes != self._fleet.eligibility_changes:",
+        "self._eligibility_changes == -1:",
+    ),
     pins("a new worker takes no partition keys", "elif joined:\n", "elif False:\n", seeds=2000),
     classes("priority ignored", "= resource_class.priority, head.task_id", "= 0, head.task_id"),
     classes(

@@ -66,7 +66,7 @@ QUARANTINE = (
         "            kept = {i: m for i, m in marks.items() if m[1] != key}\n",
         "            kept = dict(marks)\n",
     ),
-    quarantine("a suspected device costs an attempt", "(device,)  # it stays", "()  # it stays"),
+    quarantine("a suspected device costs an attempt", "(device,)\n        for worker", "()\n        for worker"),
     quarantine(
         "a sick device is not to blame",
         "        if not worker.health.fit:\n            extra.blamed_devices += (device,)\n            return False\n",

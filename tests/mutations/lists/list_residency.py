@@ -39,7 +39,7 @@ RESIDENCY = (
     reservations("a reservation is for ever", "worker.residency.end_reservation()"),
     pytest_reservations(
         "a worker that is free is not reserved",
-        "            self._next(worker)\n\n        self._timers",
+        "            self._reserve_for_next(worker)\n\n        self._timers",
         "\n        self._timers",
     ),
     reservations(

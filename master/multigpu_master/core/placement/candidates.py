@@ -1,5 +1,5 @@
-"""Which workers may get a task now, why others may not, and which of several gets it, for strategies that compare
-workers (pins.py is for pinned strategies). For dispatch, recall and explain.
+"""Decides, for strategies that compare workers, which workers may get a task now, and which of these gets it. Explains
+why a worker may not. Dispatch, recall and explain use it. (pins.py is for pinned strategies.)
 """
 
 from collections.abc import Collection
@@ -189,12 +189,12 @@ class Candidates:
         return Place(score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle)
 
 
-def others_and_best(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
+def allowed_and_best(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
     """Returns the eligible and accepting workers, except those that `avoided` (device_keys and worker_ids) names; and
     of these, the worker with the lowest score that may get a task now (None: there is none).
     """
     strategy, shape = backlog.strategy, backlog.shape
-    others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
-    free = [w for w in others if not w.full and not obstacle_now(fleet, strategy, shape, w)]
+    allowed = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
+    free = [w for w in allowed if not w.full and not obstacle_now(fleet, strategy, shape, w)]
     first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
-    return others, first
+    return allowed, first

@@ -12,10 +12,10 @@ from multigpu_master.core.model import Lease, Shape, Task, Worker
 from multigpu_master.core.placement.candidates import (
     Candidates,
     Place,
+    allowed_and_best,
     backlog_suffices,
     free_if_short,
     is_one_of,
-    others_and_best,
 )
 from multigpu_master.core.placement.gangs import Gangs, form_gang
 from multigpu_master.core.placement.recall import Recalls
@@ -188,7 +188,7 @@ class Dispatcher:
         if not is_one_of(worker, avoided):
             return worker
         fleet, strategy = self._fleet, backlog.strategy
-        others, other = others_and_best(fleet, backlog, avoided)
+        others, other = allowed_and_best(fleet, backlog, avoided)
         if extra.broke_on_devices and others and other is None:
             return None
         if other and (

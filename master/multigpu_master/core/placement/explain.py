@@ -65,7 +65,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
-    # queued() requires a shape without a partition. At least 1: a task that is not waiting is not in that number.
+    # queued() requires a shape without a partition, and does not count this task unless it waits: hence at least 1.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
     for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")

@@ -1,7 +1,6 @@
 """Pins: the worker to which a pinned strategy assigns a shape."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from multigpu_master.core.model import Shape, Worker
 from multigpu_master.core.strategy import Strategy
@@ -13,34 +12,32 @@ PINS_MAX = 16_384
 JOINED_MAX = 16
 
 
-class Pin(NamedTuple):
-    """The worker to which a pinned strategy assigns a shape."""
-
-    strategy: Strategy
-    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker can get the tasks
+# A worker's (score, worker_id, worker): the lowest ranks first.
+Rank = tuple[float, str, Worker]
 
 
 class Pins:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._pins: dict[tuple[str, Shape], Pin] = {}
-        self._eligibility = -1
-        self._members: dict[Worker, WorkerInfo] = {}  # accepting workers when the pins were last checked
+        self._pins: dict[tuple[Strategy, Shape], Rank | None] = {}  # None: no accepting worker can get the tasks
+        # As of the last check of the pins: the accepting workers, and fleet.eligibility_changes (-1: none was made).
+        self._members: dict[Worker, WorkerInfo] = {}
+        self._eligibility_changes = -1
 
     def worker_for(self, strategy: Strategy, shape: Shape) -> Worker | None:
         """The worker to which a pinned strategy assigns the shape, whether or not it has room now."""
-        if self._eligibility != self._fleet.eligibility_changes:
+        if self._eligibility_changes != self._fleet.eligibility_changes:
             self._move_pins()
         if len(self._pins) >= PINS_MAX:
             self._pins.clear()
-        key = (strategy.name, shape)
-        pin = self._pins.get(key)
-        if pin is None:
-            pin = self._pins[key] = Pin(strategy, self._first(strategy, shape, self._members))
-        return pin.first[2] if pin.first is not None else None
+        key = strategy, shape
+        if key not in self._pins:
+            self._pins[key] = self._first(strategy, shape, self._members)
+        first = self._pins[key]
+        return first[2] if first is not None else None
 
-    def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> tuple[float, str, Worker] | None:
-        """The (score, worker_id, worker) of the eligible worker that ranks first for the shape; None: there is none."""
+    def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> Rank | None:
+        """The rank of the eligible worker that ranks first for the shape; None: there is none."""
         fleet = self._fleet
         eligible = fleet.eligible(shape._replace(partition=-1))  # its cache has one entry for all partitions
         able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]
@@ -52,15 +49,15 @@ class Pins:
         """
         before, fleet = self._members, self._fleet
         now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}
-        self._eligibility = fleet.eligibility_changes
+        self._eligibility_changes = fleet.eligibility_changes
         joined = [w for w, info in now.items() if before.get(w) is not info]
         if not joined and len(now) == len(before):
             return  # no accepting worker joined, left or got another info
         if len(joined) > JOINED_MAX:
             self._pins.clear()
-        for key, (strategy, first) in list(self._pins.items()):
+        for key, first in list(self._pins.items()):
             if first is not None and now.get(first[2]) is not before[first[2]]:
                 del self._pins[key]
             elif joined:
-                firsts = [each for each in (first, self._first(strategy, key[1], joined)) if each is not None]
-                self._pins[key] = Pin(strategy, min(firsts, default=None))
+                firsts = [each for each in (first, self._first(*key, joined)) if each is not None]
+                self._pins[key] = min(firsts, default=None)

@@ -77,9 +77,9 @@ class Recalls:
             self._recall_for_urgent(over_slots, now)
 
     def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
-        """Recalls each waiting lease for which there is a worker with a free slot. Such a worker is promised leases
-        until it has one for each slot; or, within its window, until it was promised the `quota`: of n leases that wait
-        in a window, n / (workers with free slots + 1).
+        """Recalls each waiting lease that a worker with a free slot may get. That worker is promised as many leases as
+        it has free slots. It is promised more if its window has room for more, but no more than `quota` in all: an
+        equal share, n // (f + 1), of the n leases that wait in a window, for f workers with free slots.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.usable_slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
@@ -100,7 +100,7 @@ class Recalls:
                         promised[other] += 1
                         recalled.append(lease)
                         break
-                    others.pop()  # `others` is in the cache: so leases of other workers skip this worker, too
+                    others.pop()  # also from the list in the cache: this check offers `other` no more such leases
             self._commands.recall(worker, recalled)
 
     def _takers(
@@ -124,13 +124,11 @@ class Recalls:
         return found
 
     def _recall_for_urgent(self, over_slots: list[Worker], now: float) -> None:
-        """Recalls leases for more urgent waiting tasks, from those of the workers that have reported nothing for
-        CHECK_S.
-        """
+        """Recalls leases for more urgent waiting tasks. Only of workers that have reported nothing for CHECK_S."""
         fleet = self._fleet
         stuck = [w for w in over_slots if now - w.pace.reported_s >= CHECK_S and w.accepting]
         backlogs = self._first_backlogs() if stuck else []
-        backlogs = [b for b in backlogs if b.head() is not None and not b.strategy.pinned]
+        backlogs = [b for b in backlogs if not b.strategy.pinned]
         if not backlogs:
             return
         # All leases are read once, not for each backlog: usually none is less urgent than the most urgent task.

@@ -108,7 +108,7 @@ class Fleet:
         """Marks the worker as lost. The caller has released its leases, except those that its next session keeps."""
         self.sessions.pop(worker.session, None)
         worker.session = 0
-        worker.residency.lost()
+        worker.residency.end_session()
         self.eligibility_changed(worker)
 
     # --- changes -----------------------------------------------------------------------------------------------------

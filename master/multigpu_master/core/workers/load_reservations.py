@@ -154,9 +154,9 @@ class LoadReservations:
         if worker.residency.reserved_model == model and worker not in others:
             worker.residency.end_reservation()
             self._fleet.models_changed(worker)
-        self._next(worker)
+        self._reserve_for_next(worker)
 
-    def _next(self, worker: Worker) -> None:
+    def _reserve_for_next(self, worker: Worker) -> None:
         """Reserves a worker for the first backlog that asks and can use it, if the worker is free."""
         if not self._is_free(worker):
             return
@@ -169,20 +169,20 @@ class LoadReservations:
     # --- rest --------------------------------------------------------------------------------------------------------
 
     def start_timer_of_rest(self, worker: Worker) -> None:
-        """Call when a worker's models changed. If the worker rests, starts the timer for the end of its rest."""
+        """Call when a worker may have loaded a model. If the worker rests, starts the timer for the end of its rest."""
         if worker.residency.resting and worker not in self._resting:
             self._resting[worker] = None
-            self._rest(worker)
+            self._set_rest_timer(worker)
 
-    def _rest(self, worker: Worker) -> None:
+    def _set_rest_timer(self, worker: Worker) -> None:
         def over(now: float) -> None:
             if now < worker.residency.rest_until_s:
-                self._rest(worker)
+                self._set_rest_timer(worker)
                 return
             del self._resting[worker]
             worker.residency.resting = False
             self._fleet.models_changed(worker)
-            self._next(worker)
+            self._reserve_for_next(worker)
 
         self._timers.at(worker.residency.rest_until_s, over)
 

@@ -173,7 +173,7 @@ class Quarantine:
         return False
 
     def _condemn(self, key: tuple[str, str], now: float) -> None:
-        """Records that tasks of this kind and model break engines: no device is blamed for them for a while."""
+        """Records that tasks of this kind and model break engines: for a while they make no device suspect."""
         self._condemned.pop(key, None)
         self._condemned[key] = now
         if len(self._condemned) > KINDS_MAX:
@@ -187,10 +187,11 @@ class Quarantine:
 
     def _suspect(self, device: str, now: float) -> None:
         """Requests a check of a device, and gives the tasks that broke its engine another attempt."""
-        tasks = self._take_marked_tasks(device)
+        tasks = self._pop_marked_tasks(device)
         self._suspected[device] = [task.task_id for task in tasks]
         for task in tasks:
-            task.ensure_extra().blamed_devices += (device,)  # it stays in broke_on_devices: the next condemns the task
+            # The device stays in broke_on_devices: if the task breaks an engine on another device, it is condemned.
+            task.ensure_extra().blamed_devices += (device,)
         for worker in list(self._fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
@@ -202,7 +203,7 @@ class Quarantine:
         self._commands.send_desired_state(worker)
         self._commands.worker_changed(worker, save=True)
 
-    def _take_marked_tasks(self, device: str) -> list[Task]:
+    def _pop_marked_tasks(self, device: str) -> list[Task]:
         """Removes a device's marks. Returns their tasks, except those that the core has forgotten."""
         tasks = [self._ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
         return [task for task in tasks if task is not None]
@@ -211,7 +212,7 @@ class Quarantine:
         """Gives each task with a mark on the sick device one more attempt, and removes the device from broke_on_devices
         of these tasks and of the tasks that had made it suspect.
         """
-        tasks = self._take_marked_tasks(device)
+        tasks = self._pop_marked_tasks(device)
         for task in tasks:
             task.ensure_extra().blamed_devices += (device,)
         suspected = [self._ledger.tasks.get(task_id) for task_id in self._suspected.pop(device, ())]

@@ -278,9 +278,9 @@ class Residency:
         after = {m for m in (*self.reported, *self.unacknowledged_frames) if self.placed(m)}
         return before != after or sizes != {r.model: r.memory_bytes for r in self.reported.values()}
 
-    def lost(self) -> None:
-        """The session is over: drops what its heartbeats and grants have told. What the worker offers, the leases that
-        its next session keeps, `operator_pins` and `unwanted` stay.
+    def end_session(self) -> None:
+        """Drops what the session's heartbeats reported and its grants changed. Keeps the models that the worker offers,
+        the counts of leases that its next session keeps, the order of use, `operator_pins` and `unwanted`.
         """
         self.reported, self.unacknowledged_frames, self.replaced_by = {}, {}, {}
         self.loading_since_s, self.granted_without_id = {}, {}

@@ -207,7 +207,7 @@ class Sessions:
 
     def _checkpoints_saved(self, leases: Iterable[Lease], now: float) -> None:
         for lease in leases:
-            if lease.task.lease is lease:  # an earlier one has not ended it
+            if lease.task.lease is lease:  # else it has ended since, perhaps at an earlier checkpoint of its task
                 self._gangs.checkpoint_saved(lease, now)
 
     def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
@@ -317,8 +317,8 @@ class Sessions:
         return True
 
     def _failed(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
-        """Releases the leases of tasks that did not succeed. Returns the tasks whose attempts failed, without those of
-        returned leases.
+        """Releases the leases of tasks that did not succeed, and requeues or ends these tasks. Returns the tasks whose
+        attempts failed, without those of returned leases.
         """
         attempts, charged, finish_s = self._attempts, list[Task](), min(event.finish_s or now, now)
         for failure in event.failures:
@@ -445,7 +445,7 @@ def _is_over(extra: Extra, held: ev.HeldLease) -> bool:
 
 
 def _without_large_outcomes(worker: Worker, event: ev.Reports) -> ev.Reports:
-    """Returns the event with the successes whose outcomes are too large as failures."""
+    """Returns the event, with each success whose outcome is too large changed to a failure."""
     kept: list[int] = []
     failures = [*event.failures]
     for index, (lease_id, result) in enumerate(zip(event.succeeded, event.results, strict=True)):
