@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from multigpu_master.core import events as ev
+from multigpu_master.core.ledger import Limits
 from multigpu_master.core.workers.info import Telemetry
 
 from tests.core.stage import SPEC, Stage, held_lease, lease_of
@@ -59,6 +60,18 @@ def test_a_gang_grows_also_if_its_checkpoint_comes_with_a_partial_output() -> No
     assert len(ranks(gang)) == 3
     assert gang.extra is not None
     assert gang.extra.checkpoint == b"step 5"
+
+
+def test_a_gang_is_not_interrupted_for_a_checkpoint_for_which_there_is_no_room() -> None:
+    stage = Stage(limits=Limits(bytes_max=100))
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=ELASTIC)
+    first = lease_of(gang)
+    host(stage, "c")
+    checkpoint = replace(held_lease(first, running=True), checkpoint=bytes(1000))
+    stage.handle(ev.Heartbeat(first.worker.session, [checkpoint], 1 << 30, Telemetry()))
+    stage.handle(ev.Partials(first.worker.session, [ev.PartialOutput(first.lease_id, 0, b"", "", bytes(1000))]))
+    assert lease_of(gang) is first, "it would begin from nothing"
 
 
 @pytest.mark.parametrize("leave", [lambda name, now: ev.Drain(name, now + 3600), lambda name, _: ev.Cordon(name, "")])

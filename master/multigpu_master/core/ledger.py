@@ -267,13 +267,15 @@ class Ledger:
         extra.partials_bytes += size
         self._grow(extra, size)
 
-    def keep_checkpoint(self, task: Task, checkpoint: bytes) -> None:
-        """Replaces the task's checkpoint. Without room for a larger one, the older one stays."""
+    def keep_checkpoint(self, task: Task, checkpoint: bytes) -> bool:
+        """Replaces the task's checkpoint. Without room for a larger one, the older one stays, and returns False."""
         extra = task.ensure_extra()
         grown = len(checkpoint) - len(extra.checkpoint)
-        if grown <= 0 or self.unsettled_bytes + grown <= self.limits.bytes_max:
-            extra.checkpoint = checkpoint
-            self._grow(extra, grown)
+        if grown > 0 and self.unsettled_bytes + grown > self.limits.bytes_max:
+            return False
+        extra.checkpoint = checkpoint
+        self._grow(extra, grown)
+        return True
 
     def keep_error(self, task: Task, error: TaskError | None) -> None:
         """Replaces the error of the task's last attempt, if there is room for its texts; else removes it."""

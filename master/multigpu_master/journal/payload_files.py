@@ -118,6 +118,7 @@ class Payloads:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_TRASH, dir_fd=self._dir_fd)
         self._journaled.update(self._names())
+        os.fsync(self._dir_fd)  # after they were read
         self._measure()
 
     def start_deleting(self) -> None:

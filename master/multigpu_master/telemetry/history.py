@@ -100,10 +100,11 @@ class History:
         self._counts_at_start = self._counts()
         self._succeeded, self._queue_s, self._run_s = 0, 0.0, 0.0
         queues = self._core.ledger.queues
-        self._ended = {name: self._ended.get(name, 0) for name in queues}
-        counts = {name: (self._ended[name], queue.queued + queue.leased) for name, queue in queues.items()}
+        counts = {name: (self._ended.get(name, 0), queue.queued + queue.leased) for name, queue in queues.items()}
         self._queue_counts.append((self._now(), counts))
-        begin_s = self._queue_counts[0][0]
+        begin_s, first_counts = self._queue_counts[0]
+        # A queue that the core has dropped stays as long as it is in the interval with which rates() compares.
+        self._ended = {name: self._ended.get(name, 0) for name in first_counts | counts}
         self._resumed = {name: resumed for name, resumed in self._resumed.items() if resumed[0] > begin_s}
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.end_interval)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task, Worker
+from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
@@ -84,3 +85,33 @@ def test_no_worker_is_reserved_for_a_gang_that_is_reserved_for_another_model() -
     stage.core.fleet.models_changed(worker)
     beat(stage, worker, loaded("b"))
     assert lease_of(gang).model == "a"
+
+
+def test_explain_names_no_backlog_that_is_too_small_for_a_gang() -> None:
+    """The gang begins with one task, as soon as enough workers are idle."""
+    stage = Stage()
+    for name in "ab":
+        stage.join(WorkerInfo(worker_id=name, device_id=name, capabilities=(Capability(kind="run", models=("m",)),),
+                              slots=1, store_address="h:1"))  # fmt: skip
+    workers = list(stage.core.fleet.workers.values())
+    beat(stage, workers[0], Resident(model="m"))
+    beat(stage, workers[1])
+    (task,) = stage.submit(1, replace(GANG, model="m", world_size=1))
+    (gang,) = stage.submit(1, replace(GANG, model="m"))
+    answer = explain(stage.core, gang, stage.now)
+    assert [c.excluded_by for c in answer.candidates if c.worker.worker_id == "b"] == [[]]
+    stage.report(lease_of(task))
+    assert gang.lease is not None
+
+
+def test_the_bytes_to_unload_follow_a_size_that_another_worker_reports() -> None:
+    stage = Stage()
+    models = tuple(Model(name=name, files_bytes=10) for name in "ab")
+    for name, memory_bytes in (("x", 0), ("y", 90)):
+        stage.join(WorkerInfo(worker_id=name, capabilities=(Capability(kind="run", models=("a", "b")),), slots=1,
+                              models=models, model_memory_bytes=100))  # fmt: skip
+        beat(stage, stage.core.fleet.workers[name], Resident(model="a", memory_bytes=memory_bytes))
+        residency = stage.core.fleet.workers["x"].residency
+        fresh = residency.excess_bytes("b")
+    residency.invalidate()
+    assert fresh == residency.excess_bytes("b") == residency.memory_of("a") + residency.memory_of("b") - 100

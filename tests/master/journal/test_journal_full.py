@@ -70,6 +70,15 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -
         commit(journal, commits, Entry(submits=[submit(202)]))
 
 
+def test_outcomes_count_for_its_limit_at_the_next_submit(tmp_path: Path) -> None:
+    """Only the sweep counted them: seconds later, or later still while it had work."""
+    with opened(tmp_path / "data", 8 << 20) as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(i) for i in range(1, 13)]))
+        for i in range(1, 13):
+            commit(journal, commits, Entry(settles=[settle(i, bytes(1 << 20))]))
+        reject(journal, commits, Entry(submits=[submit(100)]))
+
+
 @pytest.mark.usefixtures("sweeping")
 def test_outcomes_wait_on_a_full_disk_in_their_order(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 1.0)  # no room again before all is appended

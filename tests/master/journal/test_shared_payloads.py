@@ -20,6 +20,7 @@ from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import room, segments
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME
 
 from tests.waiting import until
 
@@ -94,6 +95,40 @@ def test_a_payload_file_is_synced_before_the_commit(tmp_path: Path, monkeypatch:
         assert synced[2:] == [(result.pin.name, 1)]  # its name is on the disk already
         outcome = it.journal.get_outcome(1)
         assert outcome is not None and outcome.body == b"head" + b"r" * MIB
+
+
+def test_the_name_of_a_file_that_was_there_before_the_master_is_synced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's engine may have made it while no master ran, and nobody synced its name."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def sync(fd: int) -> None:
+        real(fd)
+        synced.append(Path(f"/proc/self/fd/{fd}").resolve().name)
+
+    with opened(tmp_path / "data") as it:
+        pass
+    writer = Writer(it.payloads.path)
+    writer.put(bytes(MIB))
+    monkeypatch.setattr(os, "fsync", sync)
+    with opened(tmp_path / "data") as it:
+        assert it.write(submit(1, it.take(writer, bytes(MIB)))) is None
+    assert synced.count("payloads") == 1
+
+
+def test_payload_files_without_their_journal_are_kept(tmp_path: Path) -> None:
+    """A master began an empty journal, and deleted them within seconds."""
+    with opened(tmp_path / "data") as it:
+        assert it.write(submit(1, it.take(Writer(it.payloads.path), b"1" * MIB))) is None
+    database = tmp_path / "data" / DATABASE_NAME
+    database.rename(tmp_path / "moved")
+    with pytest.raises(JournalError, match=r"is gone, but payloads/ of that journal are still"):
+        SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30).open(lambda *_: None)
+    (tmp_path / "moved").rename(database)
+    with opened(tmp_path / "data") as it:
+        assert [task.task_id for task in it.tasks] == [1]
 
 
 def test_a_shared_file_needs_no_further_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

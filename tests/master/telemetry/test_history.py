@@ -109,6 +109,26 @@ async def test_a_queue_is_recent_for_a_minute_after_its_last_task() -> None:
     history.stop()
 
 
+async def test_a_queue_that_was_dropped_and_is_used_again_has_its_rate() -> None:
+    stage = Stage()
+    stage.worker()
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+    settled(stage, history, NIGHT, 100)
+    for _ in range(7):
+        stage.now += INTERVAL_S
+        history.end_interval()
+    stage.core.ledger.prune_queues()
+    stage.now += INTERVAL_S
+    history.end_interval()
+    settled(stage, history, NIGHT, 60)
+    stage.now += INTERVAL_S
+    history.end_interval()
+    assert history.rates(stage.core.ledger.queues["night"]) == (1.0, 1.0)
+    assert history.recent_queues() == {"night"}
+    history.stop()
+
+
 async def test_workers_of_one_device_count_once() -> None:
     stage = Stage()
     for name in ("a", "b", "c"):

@@ -124,8 +124,8 @@ GANGS = (
     ),
     sessions(
         "a gang grows without a checkpoint",
-        "if h.checkpoint and not lease.rank:\n                    saved",
-        "if not lease.rank:\n                    saved",
+        "if self._observe(lease, h, now):",
+        "if self._observe(lease, h, now) or not lease.rank:",
     ),
     obstacles(
         "models that will be unloaded take memory from a gang",

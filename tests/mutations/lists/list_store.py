@@ -100,7 +100,16 @@ segments = partial(store, module="multigpu_master.journal.sqlite.segments")
 
 STORE = (
     payloads("P1: a large payload is acknowledged before it is on the disk", "os.fdatasync(fd)"),
-    payloads("P1: an acknowledged task's payload file is gone after a loss of power", "os.fsync(self._dir_fd)"),
+    payloads(
+        "P1: an acknowledged task's payload file is gone after a loss of power",
+        "            os.fsync(self._dir_fd)\n",
+        "",
+    ),
+    payloads(
+        "P1: the name of a payload file that precedes the master is not synced",
+        "os.fsync(self._dir_fd)  # after",
+        "pass  # after",
+    ),
     payloads("a client's payload is deleted before it is submitted", "return False"),
     payloads(
         "P1: the journal keeps an outcome whose result is gone",

@@ -67,7 +67,8 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
     # queued() requires a shape without a partition, and does not count this task unless it waits: hence at least 1.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
-    for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
+    compared = free if shape.world_size == 1 and not strategy.pinned else []  # else no backlog is too small
+    for candidate in [c for c in compared if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)
         excluded.append(candidate)

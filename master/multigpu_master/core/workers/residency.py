@@ -174,19 +174,23 @@ class Residency:
 
     def fits(self, model: str) -> bool:
         """Whether the model fits into memory beside the other models in use. True if there are no others."""
-        if self._sizes_version != self.sizes.changes:
-            self._sizes_version = self.sizes.changes
-            self.invalidate()
+        self._use_newest_sizes()
         if self._in_use_bytes is None:
             self._in_use_bytes = sum(self.memory_of(m) for m in self.in_use())
         mine = self.memory_of(model)
         others = self._in_use_bytes - (mine if model in self.in_use() else 0)
         return others <= 0 or others + mine <= self.limit_bytes
 
+    def _use_newest_sizes(self) -> None:
+        if self._sizes_version != self.sizes.changes:
+            self._sizes_version = self.sizes.changes
+            self.invalidate()
+
     def excess_bytes(self, model: str) -> int:
         """How many bytes of other models must be unloaded for the model; 0 or less: none must."""
         if not self.limit_bytes or self.placed(model):
             return 0
+        self._use_newest_sizes()
         if self._placed_bytes is None:
             known = dict.fromkeys((*self.reported, *self.unacknowledged_frames, *self.lease_counts))
             self._placed_bytes = sum(self.memory_of(m) for m in known if self.placed(m))

@@ -141,16 +141,15 @@ class Sessions:
             extra.ended_attempts = extra.ended_attempts[:-1]
             self._ledger.keep_error(task, None)
 
-    def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> None:
-        """Applies what the worker reports of a lease that it holds."""
+    def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> bool:
+        """Applies what the worker reports of a lease that it holds. Returns whether it has a new checkpoint."""
         if held.running and not lease.running:
             lease.running_since_s = now
         lease.running = held.running
         lease.fraction, lease.steps, lease.note = held.fraction, held.steps, held.note
         if held.log:
             lease.log = held.log
-        if held.checkpoint and not lease.rank:
-            self._ledger.keep_checkpoint(lease.task, held.checkpoint)
+        return bool(held.checkpoint and not lease.rank) and self._ledger.keep_checkpoint(lease.task, held.checkpoint)
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
@@ -195,8 +194,7 @@ class Sessions:
                 unknown.append(h.lease_id)
             else:
                 held[h.lease_id] = None
-                self._observe(lease, h, now)
-                if h.checkpoint and not lease.rank:
+                if self._observe(lease, h, now):
                     saved.append(lease)
         self._commands.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
@@ -371,8 +369,7 @@ class Sessions:
                 self._attempts.revoke_charged(lease, error, now)
                 continue
             self._ledger.add_partial(task, partial.data, partial.content_type, size)
-            if partial.checkpoint:
-                self._ledger.keep_checkpoint(task, partial.checkpoint)
+            if partial.checkpoint and self._ledger.keep_checkpoint(task, partial.checkpoint):
                 saved.append(lease)
             if task.streams:
                 forward = fresh.setdefault(task, ev.ForwardPartials(task))

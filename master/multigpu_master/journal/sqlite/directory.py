@@ -15,7 +15,10 @@ import socket
 import sqlite3
 from pathlib import Path
 
+from multigpu._transport.payloads import NAME
+
 from multigpu_master.errors import JournalError
+from multigpu_master.journal.payload_files import DIRECTORY_NAME as PAYLOADS
 from multigpu_master.journal.sqlite import wal
 from multigpu_master.journal.sqlite.connections import enable_wal, has_log
 from multigpu_master.journal.sqlite.failures import (
@@ -190,9 +193,11 @@ def _check_remains(path: Path) -> None:
         raise JournalError(
             f"{path.parent} is no journal, but a backup that was broken off ({PART_NAME}). Restore another one."
         )
-    segments = path.parent / SEGMENTS
     remains = [path.name + "-wal"] if has_log(path) else []
+    segments, payloads = path.parent / SEGMENTS, path.parent / PAYLOADS
     remains += [f"{segments.name}/"] if segments.is_dir() and any(segments.iterdir()) else []
+    shared = payloads.iterdir() if payloads.is_dir() else ()
+    remains += [f"{payloads.name}/"] if any(NAME.fullmatch(each.name) for each in shared) else []
     if remains:
         raise JournalError(
             f"{path} is gone, but {' and '.join(remains)} of that journal are still in {path.parent}. Move the whole "

@@ -235,8 +235,8 @@ class SqliteJournal(JournalReads):
     def _write_batch(self) -> bool:
         batch, bytes_total = self._room.batch(self._pending)
         try:
-            if submits := sum([len(entry.submits) for entry in batch]):
-                self._room.require_room_for_submits(submits, bytes_total)
+            if any(entry.submits for entry in batch):
+                self._room.require_room_for_submits(bytes_total)
             self._write_now(batch, bytes_total)
         except Exception as error:
             self._pending.extendleft(reversed(batch))
@@ -370,7 +370,7 @@ class SqliteJournal(JournalReads):
         else:
             self._sweep_at_s = ended + TICK_S
             self._room.measure()
-            if self._full is None and not self._call_or_roll_back(partial(self._room.require_room_for_submits, 0, 0)):
+            if self._full is None and not self._call_or_roll_back(partial(self._room.require_room_for_submits, 0)):
                 self._begin_full(failures.full_error(self._path))
 
     def _fail(self, error: Exception) -> None:

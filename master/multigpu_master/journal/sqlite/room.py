@@ -117,11 +117,11 @@ class Room:
             records += len(entry.submits) + len(entry.settles)
             bytes_total += content_bytes(entry)
             batch.append(entry)
+        self._bytes_until_measure -= records * PAGE_BYTES + bytes_total
         return batch, bytes_total
 
-    def require_room_for_submits(self, records: int, size_bytes: int) -> None:
+    def require_room_for_submits(self, size_bytes: int) -> None:
         """Raises JournalFullError if a transaction with these submits would pass the watermark or the size limit."""
-        self._bytes_until_measure -= records * PAGE_BYTES + size_bytes
         if self._bytes_until_measure < 0:
             self.measure()
         if self._used_bytes + size_bytes + self._watermark_bytes > self.size_max_bytes:
@@ -162,7 +162,7 @@ class Room:
         try:
             self._reserve.make()
             self.measure()
-            self.require_room_for_submits(0, self._watermark_bytes // 4)  # room for more than the next few tasks
+            self.require_room_for_submits(self._watermark_bytes // 4)  # room for more than the next few tasks
         except (OSError, JournalFullError):
             return False
         return self._reserve.size_bytes >= self._watermark_bytes
