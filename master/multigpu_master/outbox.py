@@ -7,7 +7,6 @@ is no timer, and on an idle stream no added latency.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from multigpu_master.errors import CallError
@@ -20,11 +19,10 @@ FRAME_ITEMS = 2048
 F = TypeVar("F")
 
 
-@dataclass(slots=True)
 class _Waiting(Generic[F]):
-    frame: F
-    items: int = 0
-    size_bytes: int = 0
+    def __init__(self, frame: F) -> None:
+        self.frame = frame
+        self.items = self.size_bytes = 0
 
 
 class Outbox(Generic[F]):
