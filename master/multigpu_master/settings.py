@@ -49,7 +49,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
         "drain_deadline_s": min(worker.drain_deadline_s, SECONDS_MAX) if worker.drain_deadline_s is not None else None,
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
-        "checks_asked": worker.checks_asked,
+        "requested_check": worker.requested_check,
         "check_at_once": worker.check_at_once,
         "pinned_models": list(worker.residency.operator_pins),
     }
@@ -122,7 +122,7 @@ def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
         _cordon(fields),
         _check_type(fields["connected"], bool),
         _check_type(fields["quarantined"], bool),
-        _check_count(fields["checks_asked"]),
+        _check_count(fields["requested_check"]),
         tuple(_check_text(model) for model in _check_type(fields["pinned_models"], list)),
         _check_type(fields["check_at_once"], bool),
     )

@@ -113,7 +113,7 @@ class WorkerStreams:
             leases, payloads_by_lease_id, lost = payload_messages.read_payloads(leases, outbox.peer)
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost, by_master=True))
-        # Without leases, the frame still carries its number.
+        # Even if no lease is left, the frame carries the number of the dispatch, which the worker acknowledges.
         frame = outbox.frame_for(size if leases else MESSAGE_BYTES, max(1, len(leases)))
         frame.message.frame = number
         if leases:
@@ -143,7 +143,7 @@ class WorkerStreams:
                 set_time(desired.drain_deadline, worker.drain_deadline_s)
         else:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
-        desired.check, desired.check_at_once = worker.checks_asked, worker.check_at_once
+        desired.check, desired.check_at_once = worker.requested_check, worker.check_at_once
         fill_desired(desired, worker)
 
     def end(self, command: ev.EndSession) -> None:

@@ -172,7 +172,7 @@ class WriteBuffer:
         tasks = [task for task, _ in settled]
         unwritten = self._forget_deferred(tasks)
         records = [
-            settle_record(task, body, now, may_be_stored=task.task_id not in unwritten) for task, body in settled
+            settle_record(task, body, now, submit_may_be_stored=task.task_id not in unwritten) for task, body in settled
         ]
         if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before `add`: the journal does not have these request_ids yet

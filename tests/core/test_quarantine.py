@@ -33,6 +33,7 @@ class Fleet(Stage):
     def gpus(self, n: int, slots: int = 8) -> "Fleet":
         for i in range(n):
             self.gpu(f"w{i}", f"GPU-{i}", slots)
+            self.says(f"w{i}", HEALTHY)
         return self
 
     def gpu(self, name: str, device_id: str, slots: int = 8, held: tuple[ev.HeldLease, ...] = ()) -> list[ev.Command]:
@@ -139,7 +140,7 @@ def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_goo
     assert state_of(task) is OutcomeState.DEAD_LETTERED
     assert task.attempts == 2
     assert fleet.quarantined() == []
-    assert not any(w.checks_asked for w in fleet.core.fleet.workers.values())
+    assert not any(w.requested_check for w in fleet.core.fleet.workers.values())
 
 
 def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_wait_for_it() -> None:
@@ -190,7 +191,7 @@ def test_a_device_on_which_different_tasks_break_is_checked_and_costs_no_attempt
     fleet = Fleet().gpus(3)
     sick, broken = suspected(fleet)
     assert fleet.quarantined() == [sick.worker_id]
-    assert sick.checks_asked == 1
+    assert sick.requested_check == 1
     # The first two had one attempt only and are gone; the third one's was given back.
     assert [state_of(t) for t in broken[:2]] == [OutcomeState.DEAD_LETTERED] * 2
     fleet.wait()
@@ -354,7 +355,7 @@ def test_a_tripped_breaker_is_restored() -> None:
 def test_a_quarantine_is_restored_and_is_no_new_one() -> None:
     fleet = Fleet()
     info = WorkerInfo(worker_id="w0", device_id="GPU-0", capabilities=(Capability(kind="run"),))
-    fleet.handle(ev.RegisterWorker(info, quarantined=True, checks_asked=2))
+    fleet.handle(ev.RegisterWorker(info, quarantined=True, requested_check=2))
     fleet.gpu("w0", "GPU-0")
     (task,) = fleet.submit()
     fleet.says("w0", Health(checks_passed=1))
@@ -379,7 +380,7 @@ def test_a_master_that_was_restarted_asks_for_a_check_that_was_not_passed_before
     for name in ("w0", "w1"):
         fleet.says(name, Health(checks_passed=5))  # of an earlier master's asking
     sick, _ = suspected(fleet)
-    assert sick.checks_asked == 6
+    assert sick.requested_check == 6
     assert sick.quarantined
 
 
@@ -405,7 +406,7 @@ def test_a_device_that_is_sick_after_all_is_blamed_for_what_made_it_suspect() ->
     tasks = fleet.submit(3, spec=Spec(kind="run", attempts_max=5, wait_for_worker=True))
     for task in tasks:
         fleet.breaks(task)
-    assert fleet.get("w0").checks_asked == 1
+    assert fleet.get("w0").requested_check == 1
     fleet.says("w0", SICK)
     fleet.handle(ev.SessionClosed(fleet.get("w0").session))
     fleet.handle(ev.Uncordon("w1"))
@@ -413,6 +414,23 @@ def test_a_device_that_is_sick_after_all_is_blamed_for_what_made_it_suspect() ->
     assert lease_of(tasks[0]).worker is fleet.get("w1")
     fleet.breaks(tasks[0])
     assert tasks[0].outcome is None
+
+
+def test_a_worker_that_joins_a_suspected_device_has_a_check_of_its_own_to_pass() -> None:
+    """The check's number was below that of the checks that the worker had passed under an earlier master."""
+    fleet = Fleet().gpus(2)
+    passed = Health(checks_passed=5)
+    fleet.handle(ev.Cordon("w1"))
+    tasks = fleet.submit(3, spec=Spec(kind="run", attempts_max=5, wait_for_worker=True))
+    fleet.gpu("also w0", "GPU-0")
+    for task in tasks:
+        fleet.breaks(task)
+    assert fleet.get("also w0").requested_check == 0, "the number of its last check is not known yet"
+    fleet.says("also w0", passed)
+    assert fleet.get("also w0").requested_check == 6
+    assert fleet.quarantined() == ["w0", "also w0"]
+    fleet.says("also w0", Health(checks_passed=6))
+    assert fleet.quarantined() == ["w0"]
 
 
 def test_two_sick_devices_that_reconnect_first_after_a_restart_do_not_trip_the_breaker() -> None:

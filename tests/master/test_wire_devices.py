@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from multigpu._transport.names import HELLO_BYTES_MAX
 from multigpu.daemon.metrics import Sample
 from multigpu.v1 import device_pb2, worker_service_pb2
 from multigpu_master import settings
+from multigpu_master.core import events as ev
 from multigpu_master.core.model import Energy, Worker
 from multigpu_master.core.workers.info import Health, HealthState, WorkerInfo
 from multigpu_master.errors import InvalidMessageError
@@ -75,6 +77,25 @@ def test_a_large_message_keeps_only_the_fields_of_the_core() -> None:
     hello.capabilities.add(kind="k")
     info = wire_workers.worker_info(hello)
     assert wire_devices.device_message(info) == device_pb2.Device(device_id="GPU-1", name="cuda:0")
+
+
+def test_every_worker_that_may_join_is_restored_from_its_setting() -> None:
+    """What is saved has default fields and the newest catalog: it was larger than a hello may be."""
+    hello = worker_service_pb2.Hello(worker_id="w", slots=1, device=device_pb2.Device(device_id="cpu", name="cpu"))
+    capability = hello.capabilities.add(kind="run")
+    while hello.ByteSize() < HELLO_BYTES_MAX - 100:
+        capability.models.append("m" * 90)
+    capability.models.append("m" * (HELLO_BYTES_MAX - hello.ByteSize() - 3))
+    wire_workers.check_size(hello)
+    info = wire_workers.worker_info(hello)
+    saved = wire_workers.hello_message(info)
+    assert saved.ByteSize() > HELLO_BYTES_MAX
+    restored: list[ev.Event] = []
+    setting = {key: value for key, value in settings.worker_setting(Worker(info)).items() if value}
+    settings.restore(restored.append, (), setting)
+    (event,) = restored
+    assert isinstance(event, ev.RegisterWorker)
+    assert event.info == info
 
 
 def test_the_device_survives_a_restart() -> None:

@@ -56,7 +56,7 @@ class Rows:
         for row in entry.submits:
             self.tasks[row.task_id] = row
         for settle in entry.settles:
-            if settle.may_be_stored:
+            if settle.submit_may_be_stored:
                 self.tasks.pop(settle.task_id, None)
             self.outcomes.append(settle)
             if settle.request_id:

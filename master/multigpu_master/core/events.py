@@ -248,7 +248,7 @@ class RegisterWorker:
     cordon: WorkerCordon | None = None
     expected: bool = False  # it was connected when the previous master ended
     quarantined: bool = False
-    checks_asked: int = 0
+    requested_check: int = 0
     pinned_models: tuple[str, ...] = ()
     check_at_once: bool = False
 

@@ -307,7 +307,7 @@ class Worker:
     quarantined: bool = False  # it gets no leases because of its health
     # The number of the last check requested of the device (DesiredState.check). The check is open while
     # health.checks_passed is below it. 0: none is open.
-    checks_asked: int = 0
+    requested_check: int = 0
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -359,7 +359,7 @@ class Worker:
     @property
     def check_open(self) -> bool:
         """Whether the master has asked for a check that the device has not passed yet."""
-        return self.checks_asked > self.health.checks_passed
+        return self.requested_check > self.health.checks_passed
 
     @property
     def window_full(self) -> bool:

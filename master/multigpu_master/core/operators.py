@@ -29,7 +29,7 @@ class Operators:
         worker = self._fleet.register(event.info)
         worker.cordon = event.cordon
         self._interrupt_at_drain_deadline(worker)
-        worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
+        worker.quarantined, worker.requested_check = event.quarantined, event.requested_check
         worker.check_at_once = event.check_at_once
         worker.residency.operator_pins = dict.fromkeys(event.pinned_models)
         if event.expected:
@@ -71,7 +71,7 @@ class Operators:
         worker = self._workers[event.worker_id]
         assert not worker.session, "a connected worker is not forgotten"
         self._fleet.forget(worker)
-        self._hold.arrived(event.worker_id, now)
+        self._hold.stop_expecting(event.worker_id, now)
         self._commands.worker_changed(worker, save=True, gone=True)
 
     def _changed(self, worker: Worker) -> None:

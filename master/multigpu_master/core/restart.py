@@ -37,7 +37,7 @@ class RecoveryHold:
     def expect(self, worker_id: str) -> None:
         self._expected[worker_id] = None
 
-    def arrived(self, worker_id: str, now: float) -> None:
+    def stop_expecting(self, worker_id: str, now: float) -> None:
         """Call when a worker has reconnected, or an operator has removed it (forget): it is no longer awaited."""
         self._expected.pop(worker_id, None)
         if not self._expected:

@@ -1,4 +1,4 @@
-"""Sums by spec the device time and energy that tasks have used. `pop_sums` returns the sums, for the journal."""
+"""Adds up the device time and energy that tasks have used, for each spec. `pop_sums` returns it, for the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

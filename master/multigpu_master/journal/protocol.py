@@ -73,7 +73,7 @@ class SettleRecord:
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task as it was submitted, if it became a dead letter
     fingerprint: int | None = None  # see core/identity.py; None: not known
-    may_be_stored: bool = True  # False: the journal certainly has no SubmitRecord of the task
+    submit_may_be_stored: bool = True  # False: the journal certainly has no SubmitRecord of the task
 
 
 USAGE_INTERVAL_S = 600

@@ -6,7 +6,9 @@ from multigpu_master.core.model import Task
 
 
 def record_spans(task: Task) -> None:
-    """Records the spans of a settled task with a trace context; without a dispatch, only one from submit to its end."""
+    """Records the spans of a settled task with a trace context. A task that ended without a lease, even after earlier
+    attempts, gets only one, from submit to its end.
+    """
     outcome, extra = task.outcome, task.extra
     assert outcome is not None, "it is settled"
     assert extra is not None, "it carries a trace context"

@@ -109,7 +109,9 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
     )
 
 
-def settle_record(task: Task, body: bytes | LargeBody, now: float, *, may_be_stored: bool = True) -> SettleRecord:
+def settle_record(
+    task: Task, body: bytes | LargeBody, now: float, *, submit_may_be_stored: bool = True
+) -> SettleRecord:
     """The journal's record of a task that settles now. `body`: its serialized Outcome.
 
     The times of retention begin now: finish_s, a time of the worker's clock, may be long ago if no master ran then.
@@ -120,7 +122,7 @@ def settle_record(task: Task, body: bytes | LargeBody, now: float, *, may_be_sto
         task.task_id, task.request_id, int(outcome.state), spec.queue, spec.kind, spec.model, outcome.worker_id,
         task.submit_s, now, now + spec.result_ttl_s, body,
         submit_record(task) if outcome.state is OutcomeState.DEAD_LETTERED else None, identity.fingerprint(task),
-        may_be_stored,
+        submit_may_be_stored,
     )  # fmt: skip
 
 

@@ -16,20 +16,26 @@ from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable
 _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "slots")
 
 
-def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
-    """Returns the description in a hello. Raises InvalidMessageError if it is invalid."""
-    if not m.worker_id or len(m.worker_id.encode()) > NAME_BYTES_MAX:
-        raise InvalidMessageError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
-    _check_names(m)
-    capabilities = models.capabilities_of(m.capabilities)
-    if not m.slots:
-        raise InvalidMessageError("slots is 0; a worker runs at least 1 task at a time")
+def check_size(m: worker_service_pb2.Hello) -> None:
+    """Raises InvalidMessageError if a worker's hello is too large. What is saved of the worker may be larger: it has
+    default fields, and the newest catalog.
+    """
     size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
     if size > HELLO_BYTES_MAX:
         raise InvalidMessageError(
             f"the worker's description has {size} bytes; at most {HELLO_BYTES_MAX} are allowed: "
             "serve fewer kinds and models, or give it fewer labels"
         )
+
+
+def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
+    """Returns the description in a hello, of any size. Raises InvalidMessageError if it is invalid."""
+    if not m.worker_id or len(m.worker_id.encode()) > NAME_BYTES_MAX:
+        raise InvalidMessageError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
+    _check_names(m)
+    capabilities = models.capabilities_of(m.capabilities)
+    if not m.slots:
+        raise InvalidMessageError("slots is 0; a worker runs at least 1 task at a time")
     return WorkerInfo(
         **{name: getattr(m, name) for name in _SAME_FIELDS},
         store_address=m.store_address,
@@ -55,7 +61,7 @@ def hello_message(info: WorkerInfo) -> worker_service_pb2.Hello:
 
 
 def _fill(message: worker_service_pb2.Hello | admin_service_pb2.Worker, info: WorkerInfo) -> None:
-    """Fills in what a hello and a worker as operators see it have in common."""
+    """Fills the fields that Hello and admin_service's Worker have in common."""
     for name in _SAME_FIELDS:
         setattr(message, name, getattr(info, name))
     message.labels.update(info.labels)

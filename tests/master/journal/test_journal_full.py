@@ -17,6 +17,7 @@ from multigpu_master.errors import JournalFullError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
+from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 from tests.master.journal.journals import (
@@ -342,6 +343,16 @@ def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
         assert answered(commits, kept) == "committed"
         until(lambda: journal.writable)
         commit(journal, commits, Entry(submits=[submit(3, bytes(LARGE_BYTES))]))
+
+
+def test_a_reader_without_a_descriptor_names_the_limit(tmp_path: Path) -> None:
+    """SQLite says of any file that it can't be opened, and the advice was to look at the disk."""
+    with opened(tmp_path / "data"):
+        pass
+    reads = JournalReads(tmp_path / "data")
+    with no_descriptor(), pytest.raises(JournalFullError, match="LimitNOFILE"):
+        reads.newest_cursor()
+    reads.close_readers()
 
 
 def test_the_payloads_of_dead_letters_and_different_specs_take_room() -> None:

@@ -136,12 +136,12 @@ EVENTS = (
         "if worker.draining:",
         checker="pytest",
     ),
-    operators("a forgotten worker is still awaited", "self._hold.arrived(event.worker_id, now)", seeds=2000),
+    operators("a forgotten worker is still awaited", "self._hold.stop_expecting(event.worker_id, now)", seeds=2000),
     operators(
         "a forgotten worker comes back",
-        "        self._hold.arrived(event.worker_id, now)\n"
+        "        self._hold.stop_expecting(event.worker_id, now)\n"
         "        self._commands.worker_changed(worker, save=True, gone=True)\n",
-        "        self._hold.arrived(event.worker_id, now)\n",
+        "        self._hold.stop_expecting(event.worker_id, now)\n",
     ),
     operators(
         "a changed worker is not remembered",

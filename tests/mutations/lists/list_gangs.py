@@ -80,7 +80,7 @@ GANGS = (
     ),
     gangs(
         "a gang whose memory is still reported does not grow",
-        "if worker in own or _is_idle(worker, shape))",
+        "if worker in gang_workers or _is_idle(worker, shape))",
         "if _is_idle(worker, shape))",
         checker="pytest",
     ),

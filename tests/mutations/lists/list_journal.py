@@ -49,7 +49,10 @@ JOURNAL = (
         "outcomes wait for somebody else's entry to reach the disk",
         "self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)",
     ),
-    failures("idle connections of anybody end the master", 'if getattr(error, "errno", None) in NO_DESCRIPTOR:'),
+    failures(
+        "idle connections of anybody end the master",
+        'if no_descriptor or getattr(error, "errno", None) in NO_DESCRIPTOR:',
+    ),
     write_buffer(
         "P1: tasks that run for long are never written",
         "self._deferral_timer = self._loop.call_later(DEFER_S / 2, self._write_older)",
@@ -65,8 +68,8 @@ JOURNAL = (
     ),
     write_buffer(
         "a settled task counts as never written",
-        "may_be_stored=task.task_id not in unwritten",
-        "may_be_stored=False",
+        "submit_may_be_stored=task.task_id not in unwritten",
+        "submit_may_be_stored=False",
         seeds=1000,
     ),
     statements("a settled task is not deleted", "for record in settles if", "for record in settles[1:] if"),

@@ -78,8 +78,8 @@ QUARANTINE = (
     ),
     quarantine(
         "an old check is passed for a new one",
-        "max(worker.checks_asked, worker.health.checks_passed) + 1",
-        "worker.checks_asked + 1",
+        "max(worker.requested_check, worker.health.checks_passed) + 1",
+        "worker.requested_check + 1",
     ),
     health(
         "a sick finding that disappears is forgotten",

@@ -42,17 +42,19 @@ SESSIONS = (
         "task.attempts = max(task.attempts, held.attempt)",
     ),
     sessions("revoke not sent to a hello", "commands.revoke(event.session, revoked, STALE)"),
-    sessions("a drain is not sent to a new session", "worker.draining or worker.checks_asked", "worker.checks_asked"),
+    sessions(
+        "a drain is not sent to a new session", "worker.draining or worker.requested_check", "worker.requested_check"
+    ),
     sessions_story(
         "a drain that is over lets go on", "if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:"
     ),
     sessions("P3: a silent worker keeps its leases", "self._watch_silence(worker, now + self._suspect_s)"),
-    sessions("an awaited worker that is back is awaited", "self._hold.arrived(worker.worker_id, now)"),
+    sessions("an awaited worker that is back is awaited", "self._hold.stop_expecting(worker.worker_id, now)"),
     sessions("one worker back is enough", "if not self._expected:", "if True:", module="multigpu_master.core.restart"),
     sessions(
         "a new worker is not remembered",
-        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker, save=True)\n",
-        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker)\n",
+        "hold.stop_expecting(worker.worker_id, now)\n        commands.worker_changed(worker, save=True)\n",
+        "hold.stop_expecting(worker.worker_id, now)\n        commands.worker_changed(worker)\n",
     ),
     sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),
     sessions("each heartbeat restarts the run time", "if held.running and not lease.running:\n", "if held.running:\n"),

@@ -314,7 +314,7 @@ class SimWorker:
                 self.flush()
             case ev.SendDesiredState() if (core := self._master.core) is not None:
                 worker = core.fleet.workers.get(self.info.worker_id)
-                asked = worker.checks_asked if worker is not None else 0  # it was forgotten since
+                asked = worker.requested_check if worker is not None else 0  # it was forgotten since
                 if asked > self.health.checks_passed:
                     life = self.life
                     self.world.after(0.3, lambda: self._check(asked) if self.life == life else None)

@@ -14,7 +14,7 @@ reservation is of world_size_min workers. When a gang with fewer than world_size
 could begin again with more workers, the attempt is interrupted, uncharged; only the work since the checkpoint is lost.
 
 Back-fill: while a reserved worker has a lease from before the reservation, the other reserved workers may get new
-leases, as many as they have slots. The longest of these bounds the gang's delay.
+leases, as many as they have slots. Once the old leases have ended, the gang waits at most for the longest new one.
 
 Each rank needs a device of its own: NCCL does not accept two ranks on one device.
 """
@@ -95,8 +95,8 @@ class Gangs:
                 self._end()
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
         # A worker that has neither leases nor occupied slots, but is not in `idle`, lacks memory for an unknown time
-        # (or shares a device with one that is): do not reserve it. If it is reserved already, keep it: its last task
-        # may not have freed its memory yet.
+        # (or shares its device with a worker in `idle`): do not reserve it. If it is reserved already, keep it: its
+        # last task may not have freed its memory yet.
         able = [w for w in able if w.leases or w.occupied_slots or w in idle or w in reserved_here]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in reserved_here, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
@@ -207,9 +207,9 @@ def _is_idle(worker: Worker, shape: Shape) -> bool:
     return not (worker.leases or worker.occupied_slots) and free_if_short(worker, shape) is None
 
 
-def _free_devices(workers: Iterable[Worker], shape: Shape, own: Container[Worker]) -> list[Worker]:
-    """For each device one of the workers that are idle, or in `own`."""
-    return one_per_device(worker for worker in workers if worker in own or _is_idle(worker, shape))
+def _free_devices(workers: Iterable[Worker], shape: Shape, gang_workers: Container[Worker]) -> list[Worker]:
+    """For each device one of the workers that are idle. Those in `gang_workers` count as idle."""
+    return one_per_device(worker for worker in workers if worker in gang_workers or _is_idle(worker, shape))
 
 
 def one_per_device(workers: Iterable[Worker]) -> list[Worker]:

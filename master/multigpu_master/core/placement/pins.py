@@ -13,13 +13,14 @@ JOINED_MAX = 16
 
 
 # A worker's (score, worker_id, worker): the lowest ranks first.
-Rank = tuple[float, str, Worker]
+ScoredWorker = tuple[float, str, Worker]
 
 
 class Pins:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._pins: dict[tuple[Strategy, Shape], Rank | None] = {}  # None: no accepting worker can get the tasks
+        # None: no accepting worker can get the tasks.
+        self._pins: dict[tuple[Strategy, Shape], ScoredWorker | None] = {}
         # As of the last check of the pins: the accepting workers, and fleet.eligibility_changes (-1: none was made).
         self._members: dict[Worker, WorkerInfo] = {}
         self._eligibility_changes = -1
@@ -36,7 +37,7 @@ class Pins:
         first = self._pins[key]
         return first[2] if first is not None else None
 
-    def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> Rank | None:
+    def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> ScoredWorker | None:
         """The rank of the eligible worker that ranks first for the shape; None: there is none."""
         fleet = self._fleet
         eligible = fleet.eligible(shape._replace(partition=-1))  # its cache has one entry for all partitions

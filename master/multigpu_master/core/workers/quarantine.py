@@ -13,9 +13,10 @@ An engine may break because of the task or because of the device. Two observatio
 A device that is not fit when an engine breaks on it is blamed for that. One that reports that it is sick, for a reason
 of its own, is also blamed for the engines that broke on it before, and for those that made it suspect.
 
-The breaker counts the devices quarantined within a window. If they are more than a share of the connected devices, it
-trips, because they probably have a common cause (a driver, a power supply, a bad release). Until an operator resets the
-breaker, only devices that can't run any task are quarantined.
+The breaker counts the devices that were found sick or suspect within a window. If they are more than a share of the
+devices that are or were connected within it, the breaker trips, because they probably have a common cause (a driver, a
+power supply, a bad release); the last of them is not quarantined. Until an operator resets the breaker, only devices
+that can't run any task are quarantined.
 """
 
 from dataclasses import dataclass, field
@@ -44,15 +45,15 @@ class Breaker:
     share: float
     window_s: float
     tripped_s: float = 0.0  # 0.0: it has not tripped
-    quarantines: dict[str, float] = field(default_factory=dict)  # by device_key: when it was last found sick or suspect
+    found_sick_at: dict[str, float] = field(default_factory=dict)  # by device_key: when it was last sick or suspect
 
     def count(self, now: float) -> int:
-        """The number of devices quarantined within the window."""
-        self.quarantines = {k: at_s for k, at_s in self.quarantines.items() if at_s > now - self.window_s}
-        return len(self.quarantines)
+        """The number of devices found sick or suspect within the window. Forgets the others."""
+        self.found_sick_at = {k: at_s for k, at_s in self.found_sick_at.items() if at_s > now - self.window_s}
+        return len(self.found_sick_at)
 
     def limit(self, devices: int) -> int:
-        """How many of the connected devices may be quarantined within the window; at least one."""
+        """How many of these devices may be found sick or suspect within the window; at least one."""
         return max(1, int(self.share * devices))
 
 
@@ -70,15 +71,19 @@ class Quarantine:
 
     # --- what a worker reports ---------------------------------------------------------------------------------------
 
-    def apply_health(self, worker: Worker, health: Health, now: float) -> None:
-        """Applies the health in a heartbeat."""
+    def apply_health(self, worker: Worker, health: Health, now: float, *, first: bool) -> None:
+        """Applies the health in a heartbeat. `first`: it is the session's first, so the number of the last check that
+        the worker passed was not known before.
+        """
         own_findings = any(reason.code not in CODES_OF_ASKED_CHECKS for reason in health.reasons)
         worker.health = health
-        if worker.checks_asked and not worker.check_open:
+        if worker.requested_check and not worker.check_open:
             # A restarted worker reports 0 until it passes a check: with the old number it would seem not to have
             # passed.
-            worker.checks_asked = 0
+            worker.requested_check = 0
             self._commands.worker_changed(worker, save=True)
+        if first and self._is_suspected(worker):
+            self._ask_check(worker, at_once=False)
         if not health.fit and own_findings:
             self._blame(worker.device_key)
         self._judge(worker, now)
@@ -117,7 +122,7 @@ class Quarantine:
         breaker = self.breaker
         if breaker.tripped_s:
             return False
-        breaker.quarantines[worker.device_key] = now
+        breaker.found_sick_at[worker.device_key] = now
         count, devices = breaker.count(now), self.device_count(now)
         most = breaker.limit(devices)
         if count <= most:
@@ -136,7 +141,7 @@ class Quarantine:
 
     def reset_breaker(self, event: ev.ResetBreaker, now: float) -> None:
         self.breaker.tripped_s = 0.0
-        self.breaker.quarantines.clear()
+        self.breaker.found_sick_at.clear()
         self._commands.add(ev.BreakerChanged(0.0))
         for worker in [worker for worker in self._fleet.sessions.values() if worker.health_reported]:
             self._judge(worker, now)
@@ -193,13 +198,23 @@ class Quarantine:
             # The device stays in broke_on_devices: if the task breaks an engine on another device, it is condemned.
             task.ensure_extra().blamed_devices += (device,)
         for worker in list(self._fleet.sessions.values()):
-            if worker.device_key == device:
+            if worker.device_key == device and worker.health_reported:  # the others: at their first heartbeat
                 self._ask_check(worker, at_once=False)
                 self._judge(worker, now)
 
+    def _is_suspected(self, worker: Worker) -> bool:
+        """Whether another worker of the device has yet to pass a check because tasks broke the device's engine."""
+        return any(
+            other is not worker
+            and other.device_key == worker.device_key
+            and other.check_open
+            and not other.check_at_once
+            for other in self._fleet.sessions.values()
+        )
+
     def _ask_check(self, worker: Worker, *, at_once: bool) -> None:
         worker.check_at_once = at_once
-        worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
+        worker.requested_check = max(worker.requested_check, worker.health.checks_passed) + 1
         self._commands.send_desired_state(worker)
         self._commands.worker_changed(worker, save=True)
 

@@ -94,12 +94,12 @@ class Sessions:
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         commands.add(ev.Welcome(event.session, adopted))
         commands.revoke(event.session, revoked, STALE)
-        if worker.draining or worker.checks_asked or worker.residency.operator_pins or worker.residency.unwanted:
+        if worker.draining or worker.requested_check or worker.residency.operator_pins or worker.residency.unwanted:
             commands.send_desired_state(worker)
         if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
             self._attempts.interrupt_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
-        self._hold.arrived(worker.worker_id, now)
+        self._hold.stop_expecting(worker.worker_id, now)
         commands.worker_changed(worker, save=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
@@ -161,11 +161,11 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.engine = event.engine
-        worker.health_reported = True
+        first, worker.health_reported = not worker.health_reported, True
         # Also if the health is unchanged: a quarantine that was read from the journal may have to end. And once an
         # operator has reset the breaker, a sick worker that the tripped breaker kept in service must be quarantined.
-        if event.health != worker.health or worker.quarantined or not event.health.fit:
-            self._quarantine.apply_health(worker, event.health, now)
+        if first or event.health != worker.health or worker.quarantined or not event.health.fit:
+            self._quarantine.apply_health(worker, event.health, now, first=first)
         if not worker.leases and worker.residency.granted_without_id:
             fleet.forget_models_of_leases(worker)
         if event.catalog is not None:

@@ -70,7 +70,7 @@ class DirectoryLock:
         os.close(self._fd)  # the file stays: removing it would race with the next holder
 
 
-class OpenFiles:
+class FileIdentities:
     """The device and inode numbers that the database and its log had when they were opened."""
 
     def __init__(self, path: Path) -> None:

@@ -26,7 +26,8 @@ def explain(error: Exception, path: Path) -> JournalError:
         return full_error(path)
     if code == sqlite3.SQLITE_IOERR_WRITE and _has_no_room(path.parent):
         return full_error(path)
-    if getattr(error, "errno", None) in NO_DESCRIPTOR:
+    no_descriptor = primary == sqlite3.SQLITE_CANTOPEN and _has_no_descriptor()
+    if no_descriptor or getattr(error, "errno", None) in NO_DESCRIPTOR:
         return JournalFullError(
             f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
             "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
@@ -58,6 +59,15 @@ def explain(error: Exception, path: Path) -> JournalError:
     )
 
 
+def _has_no_descriptor() -> bool:
+    """Whether this process can't open a file now. SQLite reports it as a file that can't be opened."""
+    try:
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno in NO_DESCRIPTOR
+    return False
+
+
 def _has_no_room(folder: Path) -> bool:
     """Whether a small file finds no room. SQLite reports a quota that is used up as a failed write."""
     try:
@@ -79,7 +89,8 @@ def full_error(path: Path) -> JournalFullError:
 def gone_error(path: Path) -> JournalError:
     return JournalError(
         f"The journal {path} or its log was deleted, moved or replaced while this master used it: nothing more can be "
-        "acknowledged. Bring the directory back, or restore a backup, before the next start; else it begins empty."
+        "acknowledged. Bring the directory back, or restore a backup, before the next start, which begins an empty "
+        "journal if nothing is left there."
     )
 
 

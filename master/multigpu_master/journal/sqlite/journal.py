@@ -139,7 +139,7 @@ class SqliteJournal(JournalReads):
             if saved := schema.read_private(self._writer, schema.SETTING_TIME):
                 self._retention.load(saved)
             self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
-            self._files = directory.OpenFiles(self._path)
+            self._files = directory.FileIdentities(self._path)
         except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
             opened.close()
             raise failures.explain(error, self._path) from error

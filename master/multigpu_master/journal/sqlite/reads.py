@@ -357,8 +357,8 @@ class JournalReads:
         return int(cursor or 0)
 
     def newest_time_s(self) -> float:
-        """Returns when the newest task was submitted or the newest outcome settled, whichever is later; 0.0 if there is
-        neither. Raises JournalDamagedError if such a time is out of range.
+        """Returns the submit time of the unsettled task with the highest task_id, or the settle time of the newest
+        outcome, whichever is later; 0.0 if there is neither. Raises JournalDamagedError if such a time is out of range.
         """
         task = "SELECT submit_time_s FROM task ORDER BY task_id DESC LIMIT 1"
         outcome = "SELECT settle_time_s FROM outcome ORDER BY cursor DESC LIMIT 1"

@@ -30,7 +30,7 @@ SETTING_TIME = "journal.time"  # the time last saved, and the downtimes: see ret
 _PRIVATE = "journal."  # how the keys of all these begin
 # What salvage sets in place of a value that can't be used.
 _REPAIRS = {
-    # Of all ids that were written. The epoch of a start is never before the host's clock.
+    # The newest epoch of the ids in the tables. If it is too low, ids.next_epoch begins with the host's time.
     SETTING_EPOCH: (
         f"SELECT ifnull(max(id), 0) / {EPOCH_IDS} FROM (SELECT max(first_id) AS id FROM incarnation "
         "UNION ALL SELECT max(task_id) FROM task UNION ALL SELECT max(task_id) FROM outcome)"

@@ -96,7 +96,7 @@ def transaction(
     statements += inserts("task", TASK_FIELDS, task_values(submits, segments, specs), bytes_total)
     outcomes = outcome_values(settles, first_cursor, segments)
     statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
-    if ended := [record.task_id for record in settles if record.may_be_stored]:
+    if ended := [record.task_id for record in settles if record.submit_may_be_stored]:
         statements.append(("DELETE FROM task WHERE task_id IN (SELECT value FROM json_each(?))", (json.dumps(ended),)))
     if letters:
         size = sum([len(letter.payload) for letter in letters.values()])

@@ -131,7 +131,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             why = f"worker {request.worker_id!r} has just connected, and has not reported its health yet"
             raise CallError(f"{why}; try again in a moment", grpc.StatusCode.UNAVAILABLE)
         message = await self._change_worker(request.worker_id, ev.CheckDevice(request.worker_id))
-        return pb.CheckWorkerResponse(worker=message, check=worker.checks_asked)
+        return pb.CheckWorkerResponse(worker=message, check=worker.requested_check)
 
     async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
         worker = self._known_worker(request.worker_id)
