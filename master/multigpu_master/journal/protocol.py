@@ -28,6 +28,7 @@ class SubmitRecord:
     partition_key: str
     units: int
     submit_time_s: float  # seconds since 1970
+    first_lease_id: int = 0  # of a requeued dead letter: leases with lower ids were granted before
 
 
 def head_without_result(head: bytes, result_bytes: int) -> bytes:

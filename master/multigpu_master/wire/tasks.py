@@ -92,13 +92,14 @@ def _invalid(message: str) -> ev.Rejection:
 def submit_record(task: Task) -> SubmitRecord:
     """The journal's record of a task."""
     return SubmitRecord(
-        task.task_id, task.request_id, task.spec.wire, task.payload, task.partition_key, task.units, task.submit_s
-    )
+        task.task_id, task.request_id, task.spec.wire, task.payload, task.partition_key, task.units, task.submit_s,
+        0 if task.extra is None else task.extra.first_lease_id,
+    )  # fmt: skip
 
 
 def restored_task(record: SubmitRecord, spec: Spec) -> Task:
     """The task of a journal record."""
-    return Task(
+    task = Task(
         spec,
         record.request_id,
         record.payload,
@@ -107,6 +108,9 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
         record.submit_time_s,
         record.task_id,
     )
+    if record.first_lease_id:
+        task.ensure_extra().first_lease_id = record.first_lease_id
+    return task
 
 
 def settle_record(

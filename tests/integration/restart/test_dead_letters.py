@@ -1,5 +1,6 @@
 """Dead letters: listed, requeued, deleted, and tasks that run again under the request_id of one that failed."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,23 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
         for n, (_, cursor) in enumerate(watched[:3]):
             outcome: Any = next(client.watch(queue=queue, cursor=cursor))[0]
             assert (outcome.state, outcome.task_id) == ends[n]
+
+
+def test_a_requeued_dead_letter_runs_after_a_restart(fleet: Fleet, tmp_path: Path) -> None:
+    """Its worker reported the attempt from before the requeue once more, which ended it again."""
+    queue, gate = "requeued and restarted", tmp_path / "gate"
+    (task_id,) = fleet.submit("trial.raise", str(gate).encode(), queue=queue, attempts_max=1)
+    assert fleet.outcome(task_id).state == DEAD_LETTERED
+    until(lambda: letters(fleet, queue) == [task_id])
+    gate.touch()
+    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=queue), timeout=30)
+    assert list(requeue(fleet, task_id).task_ids) == [task_id]
+    fleet.restart_master()
+    fleet.wait_for_workers()
+    time.sleep(0.5)
+    assert fleet.get(task_id).state == task_pb2.TASK_STATE_QUEUED
+    fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=queue), timeout=30)
+    assert fleet.outcome(task_id).result == b"there"
 
 
 def test_a_dead_letter_that_is_requeued_keeps_its_request_id_and_one_that_is_deleted_frees_it(fleet: Fleet) -> None:

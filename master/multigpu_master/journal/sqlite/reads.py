@@ -65,7 +65,7 @@ _LETTERS = (
     "AND (?4 IS NULL OR o.queue IN (SELECT value FROM json_each(?4))) ORDER BY d.task_id DESC LIMIT ?3"
 )
 # The types of a row's columns. SQLite does not check them, and keeps no checksums.
-_TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
+_TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float, int)
 _SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
 _STATES = range(1, 6)
 _TIME_S_MAX = 1e11
@@ -166,7 +166,8 @@ class JournalReads:
         """`specs`: specs read before, by column value. `refer`: return a reference to a payload in a shared file."""
         task = SubmitRecord(*row)
         valid = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
-        if not (valid and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
+        valid = valid and 0 < task.task_id < 1 << 53 and 0 <= task.first_lease_id < 1 << 53
+        if not (valid and 0 < task.units < 1 << 32):
             raise self._damaged(f"task {row[0]!r} makes no sense")
         if task.spec not in specs:
             specs[task.spec] = self._read_spec(task.spec)
@@ -229,8 +230,9 @@ class JournalReads:
                 for row in rows:
                     why, stays = "", is_outcome
                     try:
-                        if not _is_time(row[-1]):
-                            raise self._damaged(f"the row's time is {row[-1]!r} s")
+                        time_s = row[-1] if is_outcome else SubmitRecord(*row).submit_time_s
+                        if not _is_time(time_s):
+                            raise self._damaged(f"the row's time is {time_s!r} s")
                         if is_outcome:
                             why = self._outcome(row[:-1]).lost
                         else:

@@ -17,7 +17,7 @@ from multigpu_master.journal.sqlite import usage
 DATABASE_NAME = "journal.sqlite3"
 PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was broken off
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PAGE_BYTES = 8192
 BUSY_TIMEOUT_S = 30.0  # another program, such as sqlite3, may lock the file for a moment
 
@@ -41,10 +41,10 @@ _LEFT_OPEN = f"""
 SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
   AND value = (SELECT name FROM incarnation ORDER BY first_id DESC LIMIT 1))"""
 
-TASK_COLUMNS = "task_id, request_id, spec, payload, partition_key, units, submit_time_s"
+TASK_COLUMNS = "task_id, request_id, spec, payload, partition_key, units, submit_time_s, first_lease_id"
 _TASK_TABLE = """(
   task_id INTEGER PRIMARY KEY, request_id TEXT NOT NULL, partition_key TEXT NOT NULL, units INTEGER NOT NULL,
-  submit_time_s REAL NOT NULL, spec BLOB NOT NULL, payload BLOB NOT NULL)"""
+  submit_time_s REAL NOT NULL, first_lease_id INTEGER NOT NULL, spec BLOB NOT NULL, payload BLOB NOT NULL)"""
 SCHEMA = f"""
 CREATE TABLE setting (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE task {_TASK_TABLE};

@@ -17,7 +17,7 @@ from multigpu_master.journal.sqlite import usage
 from multigpu_master.journal.sqlite.schema import SETTING_EPOCH
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
-TASK_FIELDS, OUTCOME_FIELDS = 7, 13
+TASK_FIELDS, OUTCOME_FIELDS = 8, 13
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
 # Limit of the values of one statement: SQLite keeps in memory the values that were last bound to each prepared
 # statement.
@@ -54,7 +54,7 @@ def task_values(records: Iterable[SubmitRecord], segments: Segments, specs: dict
         if len(payload) >= LARGE_BYTES:
             payload = segments.put_payload(r.payload)
         spec = journal_specs.stored_value(r.spec, specs)
-        values += (r.task_id, r.request_id, r.partition_key, r.units, r.submit_time_s, spec, payload)
+        values += (r.task_id, r.request_id, r.partition_key, r.units, r.submit_time_s, r.first_lease_id, spec, payload)
     return values
 
 
