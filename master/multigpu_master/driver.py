@@ -69,7 +69,7 @@ DISK_FULL = ev.Rejection(
     8,  # RESOURCE_EXHAUSTED
     "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
     "durable tasks are rejected until there is room; free space on its disk (never delete files in "
-    "data_dir) or raise the limit, or submit with durability EPHEMERAL",
+    "data_dir) or raise the limit, or submit with durability EPHEMERAL (mgpuctl submit --ephemeral)",
     ev.RETRY_DELAY_S,
 )
 NOT_DURABLE = (

@@ -85,8 +85,8 @@ class UnauthenticatedError(CallError):
 def damaged_setting_error(key: str, error: Exception) -> JournalError:
     """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of DAMAGE."""
     return JournalError(
-        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or remove "
-        "its row from the table `setting` of journal.sqlite3 (with sqlite3)."
+        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or run "
+        "`mgpu-master --data-dir DIR salvage`, which removes that setting and keeps the rest."
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,14 +29,17 @@ if error := grpcio_check.error("mgpu-master", "master"):
 import click
 import structlog
 import uvloop
+from google.protobuf.message import DecodeError
 from multigpu._build import build_of
 from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig, click_options, load
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
+from multigpu.v1 import task_pb2
 
 from multigpu_master import VERSION, settings
 from multigpu_master.clock import Clock
 from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Checks
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.server import Master, SettingError, StartError
@@ -49,6 +53,26 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_NOT_DONE, EXIT_LACKING = 1, 2, 3, 4
 SWITCH_INTERVAL_S = 0.0005
 # systemd's watchdog is not notified while one operation of the journal takes longer than this.
 JOURNAL_OPERATION_MAX_S = 60.0
+
+
+@lru_cache(1000)
+def _spec_damage(wire: bytes) -> str:
+    try:
+        SpecReader().restore(wire)
+    except JournalError as error:
+        return str(error).partition(". ")[0]
+    return ""
+
+
+def _body_damage(body: bytes) -> str:
+    try:
+        task_pb2.Outcome.FromString(body)
+    except DecodeError as error:
+        return f"the result is damaged ({error})"
+    return ""
+
+
+CHECKS = Checks(settings.damage_of, _spec_damage, _body_damage)
 
 
 @click.group(invoke_without_command=True)
@@ -94,7 +118,7 @@ def backup(data_dir: Path, target: Path) -> None:
     lost before the backup: it is listed.
     """
     raise_descriptor_limit()  # every segment is opened
-    lost = _or_exit(lambda: journal_backup.backup(data_dir, target))
+    lost = _or_exit(lambda: journal_backup.backup(data_dir, target, CHECKS))
     for line in lost:
         click.echo(f"not in the copy: {line}")
     if lost:
@@ -112,7 +136,7 @@ def backup(data_dir: Path, target: Path) -> None:
 @click.pass_obj
 def salvage(data_dir: Path) -> None:
     """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
-    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, settings.damage_of)))
+    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, CHECKS)))
     for line in gone:
         click.echo(f"gone: {line}")
     _or_exit(lambda: _try_journal(data_dir))

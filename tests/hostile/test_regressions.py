@@ -230,7 +230,7 @@ def test_a_damaged_outcome_is_reported_as_lost(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_damaged_setting_is_rejected_with_the_remedy(key: str, value: Any) -> None:
     core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
-    with pytest.raises(JournalError, match="remove its row"):
+    with pytest.raises(JournalError, match="salvage`, which removes that setting"):
         settings.restore(lambda event: core.handle(event, 1.6e9), core.ledger.strategies, {key: value})
 
 

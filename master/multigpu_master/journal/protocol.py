@@ -162,6 +162,14 @@ class Recovered:
     clock_difference_s: float  # the clock minus the last time saved in the journal; 0: none was saved
 
 
+class Checks(NamedTuple):
+    """What the journal does not parse itself. Each check returns why a value can't be used, or ""."""
+
+    setting: Callable[[str, bytes], str]  # of a key and its value
+    spec: Callable[[bytes], str]  # of a SubmitRecord
+    body: Callable[[bytes], str]  # of a StoredOutcome
+
+
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], object]
 """The journal calls this on its own thread, with (entries, first_cursor, error). A call has one of these meanings:
 

@@ -11,7 +11,7 @@ from multigpu._transport.names import MODEL_BYTES_MAX
 from multigpu.v1 import task_pb2
 
 from multigpu_master.core.spec import Spec
-from multigpu_master.errors import InvalidMessageError, JournalError
+from multigpu_master.errors import InvalidMessageError, JournalDamagedError
 from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX, NAME_BYTES_MAX, check_printable, check_size
 
@@ -90,16 +90,16 @@ class SpecReader:
             del self._large_bytes[queue]
 
     def restore(self, wire: bytes) -> Spec:
-        """Returns the Spec of a serialized TaskSpec from the journal. Raises JournalError if it is damaged."""
+        """Returns the Spec of a serialized TaskSpec from the journal. Raises JournalDamagedError if it is damaged."""
         spec = self._specs.get(wire)
         if spec is not None:
             return spec
         try:
             spec = _spec(task_pb2.TaskSpec.FromString(wire), wire, self._skew())
         except (DecodeError, InvalidMessageError) as error:
-            raise JournalError(
+            raise JournalDamagedError(
                 f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
-                "or give another --data-dir."
+                "or run `mgpu-master --data-dir DIR salvage`, which removes such tasks and says which."
             ) from error
         self._keep(spec)
         return spec

@@ -19,7 +19,7 @@ from multigpu_master.journal.sqlite.backup import backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import commit, dead, opened, settle, submit
+from tests.master.journal.journals import CHECKS, commit, dead, opened, settle, submit
 from tests.master.journal.test_shared_payloads import MIB
 from tests.master.journal.test_shared_payloads import opened as opened_shared
 from tests.master.journal.test_shared_payloads import settle as settle_shared
@@ -96,7 +96,7 @@ def test_segments_that_are_deleted_while_they_are_copied_are_in_the_copy(
     with opened(tmp_path / "data") as (journal, commits):
         turnover = Turnover(tmp_path / "data", journal, commits)
         before_each(monkeypatch, "copy_file", turnover.turn)
-        lost = backup(tmp_path / "data", tmp_path / "copy")
+        lost = backup(tmp_path / "data", tmp_path / "copy", CHECKS)
     assert turnover.turns >= 4
     assert lost == []
     found = payloads_of(tmp_path / "copy")
@@ -110,14 +110,14 @@ def test_segments_that_are_deleted_before_they_are_opened_are_looked_for_in_a_la
     with opened(tmp_path / "data") as (journal, commits):
         turnover = Turnover(tmp_path / "data", journal, commits)
         before_each(monkeypatch, "_pin", lambda: turnover.turn() if turnover.turns < 3 else None)
-        assert backup(tmp_path / "data", tmp_path / "copy") == []
+        assert backup(tmp_path / "data", tmp_path / "copy", CHECKS) == []
         assert turnover.turns == 3
         found = payloads_of(tmp_path / "copy")
         assert sorted(found) == list(range(22, 29))
         assert found == {i: data_of(i, LARGE_BYTES) for i in found}
         before_each(monkeypatch, "_pin", turnover.turn)
         with pytest.raises(JournalError, match="deleted faster than they could be opened"):
-            backup(tmp_path / "data", tmp_path / "no copy")
+            backup(tmp_path / "data", tmp_path / "no copy", CHECKS)
     assert not list((tmp_path / "no copy").iterdir())
 
 
@@ -141,7 +141,7 @@ def test_a_shared_segment_that_is_written_anew_is_copied_as_it_was(
                 Writer(it.payloads.path).put(b"2" * MIB)
 
         before_each(monkeypatch, "copy_file", end)
-        assert backup(tmp_path / "data", tmp_path / "copy") == []
+        assert backup(tmp_path / "data", tmp_path / "copy", CHECKS) == []
         assert renamed == [False]
         assert payloads_of(tmp_path / "copy") == {1: b"1" * (SEGMENT_BYTES - MIB)}
         assert it.payloads._delete_unused(name), "the backup has let go of it"
@@ -236,7 +236,7 @@ def test_each_backup_of_a_busy_journal_is_whole(seed: int, tmp_path: Path, monke
         for number in range(4):
             until(lambda number=number: len(busy.durable) > 60 * (number + 1))  # type: ignore[misc]
             durable = set(busy.durable)
-            lost = backup(tmp_path / "data", tmp_path / f"copy {number}")
+            lost = backup(tmp_path / "data", tmp_path / f"copy {number}", CHECKS)
             assert lost == []
             copies.append((tmp_path / f"copy {number}", durable - busy.settled))
     finally:

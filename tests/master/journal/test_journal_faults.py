@@ -26,7 +26,7 @@ from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import DIRECTORY_NAME, LARGE_BYTES
 
-from tests.master.journal.journals import answered, commit, opened, reject, settle, submit
+from tests.master.journal.journals import CHECKS, answered, commit, opened, reject, settle, submit
 from tests.waiting import until
 
 
@@ -114,7 +114,7 @@ def halved(path: Path) -> None:
     [
         (
             overwritten(60, (7).to_bytes(4, "big")),
-            "schema version 7; this multigpu knows version 3.*Start the multigpu that wrote it",
+            "schema version 7; this multigpu knows version 4.*Start the multigpu that wrote it",
         ),
         (
             lambda path: os.truncate(path, path.stat().st_size // 2 // 8192 * 8192),
@@ -313,7 +313,7 @@ def test_a_row_that_cannot_be_read_now_is_not_lost(
 
         monkeypatch.setattr(journal_segments.LargeObjects, "read", fail)
         with pytest.raises(JournalError, match=os.strerror(number)):
-            list(journal.lost_rows())
+            list(journal.lost_rows(CHECKS))
 
 
 def test_a_file_that_is_too_short_is_damage(tmp_path: Path) -> None:

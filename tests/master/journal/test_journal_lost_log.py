@@ -14,9 +14,8 @@ from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.sqlite import directory
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.backup import backup, salvage
-from multigpu_master.settings import damage_of
 
-from tests.master.journal.journals import opened
+from tests.master.journal.journals import CHECKS, opened
 from tests.master.journal.test_journal_faults import snapshot
 
 
@@ -42,11 +41,11 @@ def test_a_deleted_log_is_reported_and_salvage_goes_on_without_it(tmp_path: Path
         with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal is missing.*salvage"), opened(data_dir):
             pass
         assert snapshot(data_dir) == before
-    (line,) = salvage(data_dir, damage_of)
+    (line,) = salvage(data_dir, CHECKS)
     assert "newest transactions" in line
     with opened(data_dir) as (journal, _):
         assert list(journal.recover_tasks()) == []
-    assert not list(salvage(data_dir, damage_of))
+    assert not list(salvage(data_dir, CHECKS))
 
 
 @pytest.mark.parametrize("kept", ["header", "all but a byte"])
@@ -60,7 +59,7 @@ def test_a_log_that_was_cut_is_reported_and_salvage_goes_on_without_the_rest(tmp
     with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal was cut: .*frames.*salvage"), opened(data_dir):
         pass
     assert snapshot(data_dir) == before
-    (line,) = salvage(data_dir, damage_of)
+    (line,) = salvage(data_dir, CHECKS)
     assert "was cut" in line
     with opened(data_dir) as (journal, _):
         assert list(journal.recover_tasks()) == []
@@ -70,7 +69,7 @@ def test_a_journal_without_a_log_that_lacks_nothing_starts(tmp_path: Path) -> No
     """One that was closed, a backup, and one that an older release has opened and closed since."""
     data_dir = tmp_path / "data"
     leave_open(data_dir)
-    assert backup(data_dir, tmp_path / "copy") == []
+    assert backup(data_dir, tmp_path / "copy", CHECKS) == []
     assert not (tmp_path / "copy" / "journal.sqlite3-wal").exists()
     with opened(tmp_path / "copy") as (journal, _):
         assert len(list(journal.recover_tasks())) == 2

@@ -22,6 +22,7 @@ from multigpu_master.journal.sqlite import room, segments
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME
 
+from tests.master.journal.journals import SPEC
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -64,7 +65,7 @@ def opened(data_dir: Path) -> Iterator[Opened]:
 
 
 def submit(task_id: int, payload: Any) -> Entry:
-    return Entry(submits=[SubmitRecord(task_id, f"request-{task_id}", b"spec", payload, "", 1, 1000.0)])
+    return Entry(submits=[SubmitRecord(task_id, f"request-{task_id}", SPEC, payload, "", 1, 1000.0)])
 
 
 def settle(task_id: int, body: bytes | LargeBody, expire_s: float = 1e12) -> Entry:

@@ -12,13 +12,14 @@ import re
 import resource
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from multigpu._transport.payloads import NAME, Directory, Segment
 
 from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError
 from multigpu_master.journal import payload_files as payloads
+from multigpu_master.journal.protocol import Checks
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
@@ -36,7 +37,7 @@ _TRIES = 20  # to hold all segments of one instant; a try takes some millisecond
 _DESCRIPTORS = 64  # for all but segments
 
 
-def backup(data_dir: Path, target: Path) -> list[str]:
+def backup(data_dir: Path, target: Path, checks: Checks) -> list[str]:
     """Copies the journal of `data_dir` to `target`, which must be empty or new. Returns descriptions of data that the
     journal had lost before. Raises JournalError if no backup was made; then no part of it is left in `target`.
     """
@@ -44,7 +45,7 @@ def backup(data_dir: Path, target: Path) -> list[str]:
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
     _begin(data_dir, target)
     try:
-        return _fill(data_dir, target)
+        return _fill(data_dir, target, checks)
     except BaseException as error:
         _clear(target)
         if isinstance(error, OSError | sqlite3.Error | JournalDamagedError):
@@ -70,7 +71,7 @@ def _begin(data_dir: Path, target: Path) -> None:
         raise JournalError(f"{target} is not empty. Give a new directory for each backup.")
 
 
-def _fill(data_dir: Path, target: Path) -> list[str]:
+def _fill(data_dir: Path, target: Path, checks: Checks) -> list[str]:
     part = target / PART_NAME
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
     source = connections.connect_reader(data_dir / DATABASE_NAME)
@@ -83,7 +84,9 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
         copy_file(segment.fd, target / name)
         del segment
-    lost = [what for *_, what in _lost(target, PART_NAME)]
+    lost = [what for *_, what in _lost(target, checks, PART_NAME)]
+    with contextlib.closing(connections.connect_reader(part)) as reader:
+        lost += _damaged_settings(reader, checks).values()
     for suffix in ("-shm", "-wal"):  # made by _lost
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
     sync(part)
@@ -150,14 +153,14 @@ def _clear(target: Path) -> None:
         shutil.rmtree(target / name, ignore_errors=True)
 
 
-def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str]) -> Iterator[str]:
+def salvage(data_dir: Path, checks: Checks) -> Iterator[str]:
     """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters, outcomes and settings
     that can't be used, so that a master can start from it. Yields a description of each loss. The outcomes of lost
-    results stay. Raises JournalDamagedError if pages of the database are damaged, which it can't repair. `damage_of`:
-    returns why a setting of the master can't be used, or "".
+    results stay. Raises JournalDamagedError if pages of the database are damaged, which it can't repair.
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
+        directory.check_remains(path)
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
     lock = directory.DirectoryLock(data_dir)
     try:
@@ -170,21 +173,21 @@ def salvage(data_dir: Path, damage_of: Callable[[str, bytes], str]) -> Iterator[
                 copy_file(file.fileno(), kept)
             sync(data_dir)
             yield f"{what}; the log is kept as {kept}"
-        yield from _delete_lost(path, damage_of)
+        yield from _delete_lost(path, checks)
     except (OSError, sqlite3.Error) as error:
         raise failures.explain(error, path) from error
     finally:
         lock.release()
 
 
-def _delete_lost(path: Path, damage_of: Callable[[str, bytes], str]) -> list[str]:
+def _delete_lost(path: Path, checks: Checks) -> list[str]:
     """Deletes the rows that can't be read, and empties the log. Changes nothing if pages of the database are damaged.
     Returns the descriptions of what is lost.
     """
     writer = connections.connect_writer(path)
     try:
-        lost = _lost(path.parent)
-        settings = _damaged_settings(writer, damage_of)
+        lost = _lost(path.parent, checks)
+        settings = _damaged_settings(writer, checks)
         _delete(path, writer, [(table, key) for table, key, stays, _ in lost if not stays], list(settings))
         connections.empty_log(writer)
     except BaseException:
@@ -194,13 +197,16 @@ def _delete_lost(path: Path, damage_of: Callable[[str, bytes], str]) -> list[str
     return [*[what for *_, what in lost], *settings.values()]
 
 
-def _damaged_settings(writer: sqlite3.Connection, damage_of: Callable[[str, bytes], str]) -> dict[bytes, str]:
+def _damaged_settings(connection: sqlite3.Connection, checks: Checks) -> dict[bytes, str]:
     """The keys of settings that can't be used, and descriptions."""
     found: dict[bytes, str] = {}
-    for key, value in writer.execute("SELECT CAST(key AS BLOB), CAST(value AS BLOB) FROM setting").fetchall():
+    rows = connection.execute("SELECT CAST(key AS BLOB), CAST(value AS BLOB), typeof(value) FROM setting").fetchall()
+    if schema.SETTING_EPOCH.encode() not in [key for key, *_ in rows]:
+        found[schema.SETTING_EPOCH.encode()] = f"the setting {schema.SETTING_EPOCH!r}: it is missing"
+    for key, value, kind in rows:
         try:
-            schema.check_private(key.decode(), value)
-            damage = damage_of(key.decode(), value)
+            schema.check_value(key.decode(), value, kind)
+            damage = checks.setting(key.decode(), value)
         except DAMAGE as error:
             damage = repr(error)
         if damage:
@@ -225,10 +231,10 @@ def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]],
     writer.execute("COMMIT")
 
 
-def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
+def _lost(data_dir: Path, checks: Checks, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
     reads = JournalReads(data_dir, database=database)
     try:
-        return list(reads.lost_rows())
+        return list(reads.lost_rows(checks))
     finally:
         reads.close_readers()
 

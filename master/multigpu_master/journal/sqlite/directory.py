@@ -102,7 +102,7 @@ def prepare(data_dir: Path) -> DirectoryLock:
             check_header(path)
             _check_contents(path)
         else:
-            _check_remains(path)
+            check_remains(path)
             _create(path)
     except (OSError, sqlite3.Error, JournalError) as error:
         if lock is not None:
@@ -185,7 +185,7 @@ def _check_contents(path: Path) -> None:
             raise damaged_error(path, verdict.replace("\n", " "))
 
 
-def _check_remains(path: Path) -> None:
+def check_remains(path: Path) -> None:
     """Called if there is no database. Raises JournalError if there are other files of a journal or of a backup, which a
     new database would adopt or delete.
     """

@@ -41,7 +41,7 @@ def explain(error: Exception, path: Path) -> JournalError:
             "in which no other program deletes files."
         )
     if isinstance(error, DAMAGE):
-        return damaged_error(path, f"one of the journal's own settings can't be parsed: {error!r}")
+        return damaged_log_error(path, f"one of its own settings can't be parsed ({error!r})")
     # A table or a column is missing; or a text is no UTF-8, for which the module sqlite3 has no code.
     if code == sqlite3.SQLITE_ERROR or "decode to UTF-8" in str(error):
         return damaged_error(path, str(error))
@@ -80,9 +80,15 @@ def _has_no_room(folder: Path) -> bool:
 
 def full_error(path: Path) -> JournalFullError:
     return JournalFullError(
-        f"The journal {path} is full: the disk has no room left, or the journal's size limit (journal_bytes_max) is "
-        "reached. Free space on the disk (never delete files in data_dir), raise the limit, or remove tasks: `mgpuctl "
-        "dead-letters delete`, `mgpuctl tasks cancel`."
+        f"The journal {path} is full: the disk has no room left. Free space on the disk (never delete files in "
+        "data_dir), or remove tasks: `mgpuctl dead-letters delete`, `mgpuctl tasks cancel`."
+    )
+
+
+def limit_error(path: Path) -> JournalFullError:
+    return JournalFullError(
+        f"The journal {path} has reached its size limit (journal_bytes_max). Raise the limit, or remove tasks: "
+        "`mgpuctl dead-letters delete`, `mgpuctl tasks cancel`."
     )
 
 

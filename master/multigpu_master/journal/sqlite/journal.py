@@ -106,7 +106,7 @@ class SqliteJournal(JournalReads):
             with self._room.reserve_released():
                 # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
                 # would take the new outcomes for older ones, and add the downtime to their lifetime.
-                if not self._call_or_roll_back(self._sweeper.save_time) or not self._room.try_accept():
+                if self._no_room_for(self._sweeper.save_time) or not self._room.try_accept():
                     self._full = failures.full_error(self._path)
         except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
             self._opened.close()
@@ -276,7 +276,7 @@ class SqliteJournal(JournalReads):
                 sequence = (
                     "outcomes" if not is_small_or_frees(entry) else "settings" if entry.settings or entry.epoch else ""
                 )
-                if sequence not in waits and self._call_or_roll_back(partial(self._write_one, entry)):
+                if sequence not in waits and not self._no_room_for(partial(self._write_one, entry)):
                     written = True
                     self._pending.popleft()
                     self._segments.delete_unused(self._writer)
@@ -293,16 +293,17 @@ class SqliteJournal(JournalReads):
             self._room.require_room_for_outcome(bytes_total)
         self._write_now([entry], bytes_total)
 
-    def _call_or_roll_back(self, step: Callable[[], object]) -> bool:
-        """Calls `step`, which writes or checks for room. Rolls back and returns False if there is no room."""
+    def _no_room_for(self, step: Callable[[], object]) -> JournalFullError | None:
+        """Calls `step`, which writes or checks for room. If there is no room, rolls back and returns the error."""
         try:
             step()
         except Exception as error:
-            if not isinstance(failures.explain(error, self._path), JournalFullError):
+            problem = failures.explain(error, self._path)
+            if not isinstance(problem, JournalFullError):
                 raise
             self._roll_back()
-            return False
-        return True
+            return problem
+        return None
 
     def _roll_back(self) -> None:
         """Rolls back a transaction for which there was no room."""
@@ -370,8 +371,8 @@ class SqliteJournal(JournalReads):
         else:
             self._sweep_at_s = ended + TICK_S
             self._room.measure()
-            if self._full is None and not self._call_or_roll_back(partial(self._room.require_room_for_submits, 0)):
-                self._begin_full(failures.full_error(self._path))
+            if self._full is None and (problem := self._no_room_for(partial(self._room.require_room_for_submits, 0))):
+                self._begin_full(problem)
 
     def _fail(self, error: Exception) -> None:
         """Stops the journal: writes nothing more, and leaves the log for the next master to read."""

@@ -32,7 +32,7 @@ from multigpu_master.errors import (
 )
 from multigpu_master.ids import TIME_END_S
 from multigpu_master.journal.payload_files import Payloads
-from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord, UsageKey
+from multigpu_master.journal.protocol import Checks, OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord, UsageKey
 from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, failures, schema, usage
 from multigpu_master.journal.sqlite import specs as journal_specs
@@ -216,7 +216,7 @@ class JournalReads:
         files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._large.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
-    def lost_rows(self) -> Iterator[tuple[str, int, bool, str]]:
+    def lost_rows(self, checks: Checks) -> Iterator[tuple[str, int, bool, str]]:
         """Reads everything. For each row that can't be read as a whole, yields its table, its key, whether salvage
         keeps the row because only the result of an outcome is lost, and a description.
         """
@@ -233,10 +233,11 @@ class JournalReads:
                         time_s = row[-1] if is_outcome else SubmitRecord(*row).submit_time_s
                         if not _is_time(time_s):
                             raise self._damaged(f"the row's time is {time_s!r} s")
-                        if is_outcome:
-                            why = self._outcome(row[:-1]).lost
+                        if not is_outcome:
+                            why = checks.spec(self._task(row, {}).spec)
                         else:
-                            self._task(row, {})
+                            outcome = self._outcome(row[:-1])
+                            why = outcome.lost if outcome.body is None else checks.body(outcome.body)
                     except JournalError as error:
                         cause = error.__cause__
                         if isinstance(error, JournalFullError) or (cause is not None and not _is_lost(cause)):

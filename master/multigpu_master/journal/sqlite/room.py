@@ -125,7 +125,7 @@ class Room:
         if self._bytes_until_measure < 0:
             self.measure()
         if self._used_bytes + size_bytes + self._watermark_bytes > self.size_max_bytes:
-            raise failures.full_error(self._path)
+            raise failures.limit_error(self._path)
         self.require(2 * size_bytes + self._watermark_bytes)
 
     def require_room_for_outcome(self, size_bytes: int) -> None:

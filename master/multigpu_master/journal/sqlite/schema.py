@@ -96,9 +96,13 @@ def left_open(connection: sqlite3.Connection) -> bool:
     return bool(flagged)
 
 
-def check_private(key: str, value: bytes) -> None:
-    """Raises one of DAMAGE if a master can't use the value of this setting."""
-    if key in (SETTING_EPOCH, SETTING_REMOVED):
+def check_value(key: str, value: bytes, kind: str) -> None:
+    """Raises one of DAMAGE if the journal can't use the value of this setting. `kind`: SQLite's type of the column."""
+    if not key.startswith(_PRIVATE) and kind != "blob":
+        raise ValueError(f"it is a value of type {kind}")
+    if key == SETTING_EPOCH and not 0 <= int(value) < ids.EPOCHS_END:
+        raise ValueError(f"{int(value)} is no epoch")
+    if key == SETTING_REMOVED:
         int(value)
     elif key == SETTING_LEASE_KEY:
         check_lease_key(value)
@@ -108,9 +112,9 @@ def check_private(key: str, value: bytes) -> None:
 
 def repair(writer: sqlite3.Connection, key: bytes) -> None:
     """Replaces the value of a setting that can't be used, or deletes the setting: a master starts without it."""
-    value = _REPAIRS.get(key.decode(errors="replace"))
-    change = "DELETE FROM setting" if value is None else f"UPDATE setting SET value = ({value})"
-    writer.execute(f"{change} WHERE CAST(key AS BLOB) = ?", (key,))
+    writer.execute("DELETE FROM setting WHERE CAST(key AS BLOB) = ?", (key,))
+    if value := _REPAIRS.get(key.decode(errors="replace")):
+        writer.execute(f"INSERT INTO setting VALUES (?, ({value}))", (key.decode(),))
 
 
 def check_lease_key(key: bytes) -> None:
