@@ -12,6 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 
 import grpc
@@ -344,9 +345,11 @@ class Driver:
         full, some tasks could not be cancelled, or a restart of the master may undo some cancellations; its message
         says which of these, and how many tasks were not cancelled.
         """
-        waiting, cancelled = deque(tasks), list[Task]()
+        waiting, cancelled = deque(task for task in tasks if task.outcome is None), list[Task]()
         while waiting:
-            count = min(self.write_buffer.cancellations_max(), CANCEL_TASKS, len(waiting))
+            count = min(CANCEL_TASKS, len(waiting))
+            if any(task.spec.durable for task in islice(waiting, count)):  # others are not written
+                count = min(count, self.write_buffer.cancellations_max())
             if not count:
                 rest = sum([task.outcome is None for task in waiting])
                 raise JournalFullError(_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest))

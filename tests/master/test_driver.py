@@ -59,8 +59,7 @@ async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None
     result = stage.journal.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
     assert isinstance(result, Reference)
     os.truncate(stage.journal.payloads.path / written.pin.name, 10)
-    reports = [x.lease_id for x in leases_of(tasks)]
-    stage.driver.handle(ev.Reports(1, reports, [b"one", result, b"two"]))
+    stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of(tasks)], [b"one", result, b"two"]))
     received = await outcomes(stage.outbox)
     assert [received["before"].result, received["after"].result] == [b"one", b"two"]
     assert (received["lost"].result, received["lost"].error.type) == (b"", "ResultLost")
@@ -418,6 +417,9 @@ async def test_a_cancellation_without_room_changes_nothing(stage: Stage, monkeyp
     request = task_service_pb2.CancelRequest(task_ids=[task.task_id for task in tasks])
     with pytest.raises(ExhaustedError, match="0 tasks were cancelled, 2 were not"):
         await stage.service.Cancel(request, None)
+    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", durability=task_pb2.DURABILITY_EPHEMERAL))
+    others = stage.submit("three")
+    assert [await stage.driver.cancel(others) for _ in range(2)] == [others, []], "it is not written"
     assert [task.outcome for task in tasks] == [None, None]
     assert len(leases_of(tasks)) == 2
 

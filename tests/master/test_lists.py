@@ -12,11 +12,13 @@ from multigpu._transport.payloads import Reference, Writer
 from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import TaskError
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.errors import CallError, JournalError
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite import reads
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
+from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.queries import Filter
 from multigpu_master.wire.payloads import outcome_body
 
@@ -74,6 +76,21 @@ def test_a_list_of_a_workers_tasks_has_the_gangs_of_which_it_runs_a_rank() -> No
     found = {name for name in "abc" if Filter(task_service_pb2.TaskFilter(worker_id=name)).matches(gang)}
     assert found == {lease.worker.worker_id for lease in ranks(gang)}
     assert len(found) == 2
+
+
+async def test_a_list_of_workers_goes_on_behind_the_last_one_though_an_earlier_one_was_forgotten(stage: Stage) -> None:
+    for name in "abc":
+        stage.driver.handle(ev.Hello(ord(name), WorkerInfo(worker_id=name, capabilities=(Capability(kind="run"),)), []))
+    service, request = AdminService(stage.driver, "", None), admin_service_pb2.ListWorkersRequest(page_size=1)
+    listed = list[str]()
+    while not listed or request.page_token:
+        response = await service.ListWorkers(request, None)
+        listed += [worker.worker_id for worker in response.workers]
+        request.page_token = response.next_page_token
+        if listed == ["a"]:
+            stage.driver.handle(ev.SessionClosed(ord("a")))
+            stage.driver.handle(ev.Forget("a"))
+    assert listed == ["a", "b", "c", "w"]
 
 
 async def test_dead_letters_with_much_content_are_listed_in_short_pages(

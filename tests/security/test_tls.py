@@ -323,6 +323,18 @@ def test_a_certificate_with_a_name_of_a_kind_that_is_not_known_is_rejected(tmp_p
     assert listeners.Certificates(config).new_configuration() is None
 
 
+def test_a_certificate_that_has_expired_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority.init(tmp_path)
+    crt = authority.issue(tmp_path, "master", "master", ["localhost"])
+    used = listeners.Certificates(MasterConfig(tls_cert=str(crt), tls_key=str(crt.with_suffix(".key"))))
+    used.load_first()
+    monkeypatch.setattr(authority, "_now", lambda: dt.datetime.now(dt.UTC) - dt.timedelta(days=3))
+    authority.issue(tmp_path, "master", "master", ["localhost"], days=1)
+    with pytest.raises(listeners.ListenError, match=r"is valid from .* renew it"):
+        used.check_files()
+    assert used.new_configuration() is None
+
+
 def test_a_renewed_key_is_used_once_its_mode_is_mended(tmp_path: Path) -> None:
     ca = tmp_path / "ca"
     authority.init(ca)

@@ -24,6 +24,7 @@ WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
 FIELDS_MAX = 500_000
 
 PAGE_PREFIX = "p."
+NAME_PREFIX = "after."  # of a page token, before the last name on the page
 CURSOR_PREFIX = "w."  # a Watch cursor is w.INCARNATION.NUMBER
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 # Limits of requests that need no token. gRPC itself accepts 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.
@@ -115,6 +116,16 @@ def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
     if token and (number == token or not number.isascii() or not number.isdigit() or len(number) > 18):
         raise InvalidArgumentError(f"this service did not issue the {name}")
     return int(number or 0)
+
+
+def parse_name_token(token: str) -> str:
+    """Returns the last name of the page before, "" if the token is empty. Raises InvalidArgumentError if the token is
+    not valid.
+    """
+    name = token.removeprefix(NAME_PREFIX)
+    if token and name == token:
+        raise InvalidArgumentError("this service did not issue the page_token")
+    return name
 
 
 def make_page_token(number: int) -> str:

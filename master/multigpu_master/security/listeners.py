@@ -3,6 +3,7 @@
 import ssl
 import stat
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,14 @@ class Certificates:
 
 def _check_server_use(path: Path, pem: bytes) -> None:
     """Raises ListenError if clients would reject a master with this certificate."""
-    for extension in x509.load_pem_x509_certificate(pem).extensions:
+    certificate, now = x509.load_pem_x509_certificate(pem), datetime.now(UTC)
+    if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+        raise ListenError(
+            f"the certificate {path} is valid from {certificate.not_valid_before_utc} to "
+            f"{certificate.not_valid_after_utc}, and this host's clock says {now:%Y-%m-%d %H:%M:%S}: renew it, or set "
+            "the clock"
+        )
+    for extension in certificate.extensions:
         value, fits = extension.value, True
         if isinstance(value, x509.ExtendedKeyUsage):
             fits = bool({ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & set(value))

@@ -86,6 +86,26 @@ def test_a_model_waits_while_models_in_use_take_the_room(stage: Models) -> None:
     assert b.lease is not None
 
 
+def test_the_model_that_asked_first_is_loaded_first_though_another_is_checked_before(stage: Models) -> None:
+    """The one whose timer fired got the worker."""
+    stage.offer(models=(model("a"), model("b"), model("c", load_s=10.0), model("d", load_s=1.0)))
+    stage.ask("a")
+    stage.ask("b")
+    for _ in range(3):
+        stage.says("a", "b", after_s=30.0)
+    begin_s = stage.now
+    stage.ask("c")
+    stage.handle(ev.Cordon("w"))
+    residency = stage.core.fleet.workers["w"].residency
+    while not residency.reserved_model:
+        stage.says("a", "b", after_s=0.1)
+        if round(stage.now - begin_s, 1) == 11.0:
+            stage.ask("d")  # c asks for a reservation since 10.1
+        elif round(stage.now - begin_s, 1) == 12.5:
+            stage.handle(ev.Uncordon("w"))
+    assert residency.reserved_model == "c"
+
+
 def test_a_size_measured_on_one_worker_counts_on_the_others(stage: Models) -> None:
     stage.offer("w1", (model("a"), model("b", memory_bytes=0, files_bytes=100)))
     stage.offer("w2", (model("b", memory_bytes=0, files_bytes=100),))

@@ -330,7 +330,7 @@ class Fleet:
             return
         slot_tasks = max(1.0, pace.last_report_tasks / slots)  # tasks that a slot runs, or reports, together
         window = max(narrow_window(worker.info), int(min(pace.leases_max, slot_tasks * slots * WINDOW_S / silent_s)))
-        first = islice(worker.leases.values(), int(slot_tasks * slots))
+        first = islice(worker.leases.values(), max(slots, pace.last_report_tasks))
         late = [x for x in first if min(silent_s, now - x.dispatch_s) > LATE * x.cost_s * slot_tasks]
         for lease in late:
             cost_s = min(silent_s, now - lease.dispatch_s) / slot_tasks

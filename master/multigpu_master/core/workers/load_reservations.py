@@ -68,7 +68,8 @@ class LoadReservations:
                 self._end(backlog)
             if backlog not in self.by_backlog:
                 self._asking[backlog] = None
-                self._reserve(backlog)
+                for asking in [each for each in self._asking if each.size]:  # those that asked before it come first
+                    self._reserve(asking)
         self._check_later(backlog, now)
 
     def _served(self, backlog: Backlog) -> bool:

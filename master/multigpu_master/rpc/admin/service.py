@@ -21,7 +21,7 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.requests import make_page_token, page_of, parse_page_token, read_page_size
+from multigpu_master.rpc.requests import NAME_PREFIX, page_of, parse_name_token, read_page_size
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
@@ -60,19 +60,19 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ListWorkers(self, request: Any, _context: Any) -> pb.ListWorkersResponse:
         size = read_page_size(request.page_size)
-        start = parse_page_token(request.page_token, "page_token")
-        workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
+        after = parse_name_token(request.page_token)
+        known = self._core.fleet.workers
+        workers = [known[worker_id] for worker_id in sorted(known) if worker_id > after]
         response = pb.ListWorkersResponse()
         size_bytes = 0
-        async for worker in queries.pausing(workers[start : start + size]):
+        async for worker in queries.pausing(workers[:size]):
             if size_bytes > PAGE_BYTES:
                 break
             message = worker_message(worker)
             size_bytes += message.ByteSize()
             response.workers.append(message)
-        end = start + len(response.workers)
-        if end < len(workers):
-            response.next_page_token = make_page_token(end)
+        if len(response.workers) < len(workers):
+            response.next_page_token = f"{NAME_PREFIX}{response.workers[-1].worker_id}"
         return response
 
     async def WatchWorkers(self, _request: Any, context: Any) -> None:
