@@ -115,7 +115,7 @@ def test_ephemeral_outcomes_expire_each_in_its_own_time_whatever_the_order() -> 
 def test_explain_visits_some_tasks_and_classes_and_estimates_the_rest(
     monkeypatch: pytest.MonkeyPatch, classes: int, tasks: int
 ) -> None:
-    monkeypatch.setattr(explaining, "COUNTED_MAX", 70)
+    monkeypatch.setattr(explaining, "VISITED_MAX", 70)
     stage = Stage()
     stage.worker(slots=1)
     held = stage.submit(400)  # more than the worker's window
@@ -127,7 +127,7 @@ def test_explain_visits_some_tasks_and_classes_and_estimates_the_rest(
     stage.submit(tasks, key="key0")
     explanation = explaining.explain(stage.core, last, stage.now)
     assert explanation.ahead == classes * tasks
-    assert explanation.summary.endswith(f"; {explanation.ahead} task(s) go before it")
+    assert explanation.summary.endswith(f"; {explanation.ahead} older or more important task(s) wait in its queue")
 
 
 def test_a_task_that_ends_in_its_pause_does_not_stay_in_memory_until_the_pause_would_end() -> None:

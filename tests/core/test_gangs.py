@@ -450,7 +450,7 @@ def test_explain_estimates_when_a_gang_begins() -> None:
         stage.beat(name, running=True)
     (gang,) = stage.submit(spec=PAIR)
     assert (
-        "0 task(s) go before it; judging by earlier run times, 2 may be idle in 8 s"
+        "0 older or more important task(s) wait in its queue; judging by earlier run times, 2 may be idle in 8 s"
         in explain(stage.core, gang, stage.now).summary
     )
     assert "may be idle in 3 s" in explain(stage.core, gang, stage.now + 5.0).summary

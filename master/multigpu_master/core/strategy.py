@@ -33,7 +33,7 @@ class FleetView(Protocol):
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """Seconds to load the shape's model on the worker, plus the seconds to load again later the models that are
-        unloaded for it. 0.0: the model is loaded, or is being loaded for a lease, or the tasks need no model.
+        unloaded for it. 0.0: the model is loaded and stays, or is being loaded for a lease, or the tasks need no model.
         """
 
     def resident_workers(self, shape: Shape) -> int:

@@ -36,8 +36,8 @@ from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Limit on leases in one frame: twice the worker's window, of which at most WINDOW_TASKS_MAX count, plus REPORTED_MAX
-# recently reported leases, which a hello may list.
+# Limit on leases in one frame: 2 * min(window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX. A hello also lists recently
+# reported leases.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "

@@ -13,7 +13,7 @@ from multigpu_master.core.strategy import FleetView, Strategy
 class ComputeLoad(Strategy):
     name: ClassVar[str] = "compute_load"
     aliases: ClassVar[tuple[str, ...]] = ("utilization",)
-    summary: ClassVar[str] = "The device with the lowest utilisation, then the fewest leases."
+    summary: ClassVar[str] = "The device with the lowest utilisation; each lease per slot counts as 0.1 %."
     score_meaning: ClassVar[str] = "utilisation (0 to 1), plus a thousandth of its leases per slot"
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:

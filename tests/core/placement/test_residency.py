@@ -79,7 +79,7 @@ def test_a_model_waits_while_models_in_use_take_the_room(stage: Models) -> None:
     stage.says("a", "b", after_s=9.0)
     c = stage.ask("c")
     assert c.lease is None
-    assert stage.why(c) == "no room for model c (400 of 1000 bytes): a, b are in use"
+    assert stage.why(c) == "no room for model c: it needs 400 of 1000 bytes, and a, b are in use"
     stage.now += 9.0
     stage.report(lease_of(a))
     assert where(c) == "w", "a has no leases any more, so that it may go"

@@ -88,7 +88,7 @@ def test_no_master_starts_from_a_backup_that_was_broken_off(tmp_path: Path, monk
         patch.setattr(journal_backup, "copy_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             backup(tmp_path / "data", tmp_path / "copy", CHECKS)
-    with pytest.raises(JournalError, match="a backup that was broken off"):
+    with pytest.raises(JournalError, match="an incomplete backup"):
         tasks_of(tmp_path / "copy")
 
 

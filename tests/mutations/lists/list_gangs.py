@@ -22,8 +22,8 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "return not (worker.leases or worker.occupied_slots) and free_if_short",
-        "return free_if_short",
+        "return not (worker.leases or worker.occupied_slots) and insufficient_free_bytes",
+        "return insufficient_free_bytes",
     ),
     gangs(
         "a gang waits while other models are in use",
@@ -46,7 +46,7 @@ GANGS = (
     gangs("two gangs have a reservation", "and self._key in (None, backlog.key):", "and True:"),
     gangs(
         "a gang begins without the memory that it needs",
-        " and free_if_short(worker, shape) is None",
+        " and insufficient_free_bytes(worker, shape) is None",
         "",
     ),
     gangs(

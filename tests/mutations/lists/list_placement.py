@@ -93,7 +93,7 @@ PLACEMENT = (
         "            self._places.clear()\n            classes.unblock_all()",
         "            classes.unblock_all()",
     ),
-    candidates("device memory ignored", "if free_if_short(worker, shape) is not None or ", "if "),
+    candidates("device memory ignored", "if insufficient_free_bytes(worker, shape) is not None or ", "if "),
     candidates(
         "exclusions of a strategy ignored", " or strategy.excludes(shape, worker, fleet) is not None:", ":", seeds=2000
     ),

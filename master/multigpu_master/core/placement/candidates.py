@@ -18,7 +18,7 @@ NO_OBSTACLE, EXCLUDED, NO_ROOM_FOR_MODEL = range(3)
 NAMED_MAX = 8
 
 
-def free_if_short(worker: Worker, shape: Shape) -> int | None:
+def insufficient_free_bytes(worker: Worker, shape: Shape) -> int | None:
     """The device memory that is left for one more lease, in bytes, if it is too little for the shape: the reported free
     memory, minus what the worker's leases require. None: it is enough, or unknown.
     """
@@ -36,12 +36,12 @@ def free_if_short(worker: Worker, shape: Shape) -> int | None:
 
 
 def obstacle_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> int:
-    """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now: one
-    of the numbers above.
+    """Returns what keeps an eligible, accepting worker from getting a task of this shape now: EXCLUDED,
+    NO_ROOM_FOR_MODEL or NO_OBSTACLE.
     """
-    if free_if_short(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
+    if insufficient_free_bytes(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
         return EXCLUDED
-    if fleet.models_by_id and fleet.model_block(worker, shape) is not None:
+    if fleet.any_offered_by_id and fleet.model_block(worker, shape) is not None:
         return NO_ROOM_FOR_MODEL
     return NO_OBSTACLE
 
@@ -84,7 +84,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
             why.append(f"window full ({leases} of {allowed} leases)")
     if worker.leased_bytes >= worker.info.window_bytes:
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
-    if (free := free_if_short(worker, shape)) is not None:
+    if (free := insufficient_free_bytes(worker, shape)) is not None:
         why.append(f"{shape.memory_bytes} bytes of device memory required, its leases leave {max(0, free)}")
     if (block := fleet.model_block(worker, shape)) is not None:
         why.append(_describe_block(fleet, worker, shape, block))
@@ -100,7 +100,7 @@ def _describe_block(fleet: Fleet, worker: Worker, shape: Shape, block: Block) ->
     others = sorted(m for m in residency.in_use() if m != model)
     named = ", ".join(others[:NAMED_MAX]) + (", ..." if len(others) > NAMED_MAX else "")
     needed, limit = residency.memory_of(model), residency.limit_bytes
-    return f"no room for model {model} ({needed} of {limit} bytes): {named} are in use"
+    return f"no room for model {model}: it needs {needed} of {limit} bytes, and {named} are in use"
 
 
 def _illness(worker: Worker) -> str:

@@ -14,7 +14,7 @@ from multigpu_master.core.placement.candidates import (
     Place,
     allowed_and_best,
     backlog_suffices,
-    free_if_short,
+    insufficient_free_bytes,
     is_one_of,
 )
 from multigpu_master.core.placement.gangs import Gangs, form_gang
@@ -152,7 +152,7 @@ class Dispatcher:
         fleet, pin = self._fleet, backlog.pin
         if pin is not None:
             backlog.model_blocked = fleet.model_block(pin, backlog.shape) is not None
-            if not (backlog.model_blocked or pin.full or free_if_short(pin, backlog.shape) is not None):
+            if not (backlog.model_blocked or pin.full or insufficient_free_bytes(pin, backlog.shape) is not None):
                 return pin
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)

@@ -15,7 +15,7 @@ from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 
 # Limit of the resource classes in which the tasks ahead of a task are counted, and of the tasks that are visited.
-COUNTED_MAX = 10_000
+VISITED_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Explanation:
     summary: str
     strategy: str
     score_meaning: str
-    ahead: int | None  # tasks of its queue that are dispatched before it; None: it is leased, settled or pauses
+    ahead: int | None  # see _ahead()
     candidates: list[Candidate]
 
 
@@ -82,7 +82,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         candidate.rank = rank
     excluded.sort(key=lambda c: (len(c.excluded_by), c.worker.worker_id))
     ahead = _ahead(core, task)
-    before = f"{ahead or 0} task(s) go before it"
+    before = f"{ahead or 0} older or more important task(s) wait in its queue"
     summary = _summary(core, task, free, pin, before, now)
     return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
 
@@ -97,13 +97,14 @@ def _avoided(fleet: Fleet, strategy: Strategy, shape: Shape, task: Task) -> list
 
 
 def _ahead(core: Core, task: Task) -> int | None:
-    """How many tasks of the task's queue are dispatched before it, in the order of priority and task_id. None: it is
-    leased, settled or pauses.
+    """How many waiting tasks of the task's queue have a more important priority, or the same and a lower task_id.
+    Those of other shapes may wait longer than it. None: it is leased, settled, or in the back-off before its next
+    attempt.
     """
     if not task.waiting:
         return None
-    spec, ahead, exact_max = task.spec, 0, COUNTED_MAX
-    for resource_class in islice(core.ledger.classes.by_key.values(), COUNTED_MAX):
+    spec, ahead, exact_max = task.spec, 0, VISITED_MAX
+    for resource_class in islice(core.ledger.classes.by_key.values(), VISITED_MAX):
         if resource_class.queue.name != spec.queue or resource_class.priority > spec.priority:
             continue
         if resource_class.priority < spec.priority:

@@ -26,7 +26,7 @@ from multigpu_master.core.attempts import TO_GROW, Attempts
 from multigpu_master.core.events import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
-from multigpu_master.core.placement.candidates import free_if_short, is_one_of
+from multigpu_master.core.placement.candidates import insufficient_free_bytes, is_one_of
 from multigpu_master.core.placement.resource_classes import Backlog, BacklogKey
 from multigpu_master.core.restart import IdRange
 from multigpu_master.core.strategy import Strategy
@@ -204,7 +204,7 @@ class Gangs:
 
 
 def _is_idle(worker: Worker, shape: Shape) -> bool:
-    return not (worker.leases or worker.occupied_slots) and free_if_short(worker, shape) is None
+    return not (worker.leases or worker.occupied_slots) and insufficient_free_bytes(worker, shape) is None
 
 
 def _free_devices(workers: Iterable[Worker], shape: Shape, gang_workers: Container[Worker]) -> list[Worker]:

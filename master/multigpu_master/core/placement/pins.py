@@ -8,7 +8,8 @@ from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import WorkerInfo
 
 PINS_MAX = 16_384
-# When more workers than this join at once, all pins are dropped, and computed again when they are next needed.
+# When more workers than this have joined since the last check of the pins, all pins are dropped, and computed again
+# when they are next needed.
 JOINED_MAX = 16
 
 
@@ -21,7 +22,7 @@ class Pins:
         self._fleet = fleet
         # None: no accepting worker can get the tasks.
         self._pins: dict[tuple[Strategy, Shape], ScoredWorker | None] = {}
-        # As of the last check of the pins: the accepting workers, and fleet.eligibility_changes (-1: none was made).
+        # As of the last check of the pins: the accepting workers, and fleet.eligibility_changes (-1: no check yet).
         self._members: dict[Worker, WorkerInfo] = {}
         self._eligibility_changes = -1
 
@@ -38,7 +39,7 @@ class Pins:
         return first[2] if first is not None else None
 
     def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> ScoredWorker | None:
-        """The rank of the eligible worker that ranks first for the shape; None: there is none."""
+        """The eligible worker that ranks first for the shape; None: there is none."""
         fleet = self._fleet
         eligible = fleet.eligible(shape._replace(partition=-1))  # its cache has one entry for all partitions
         able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]

@@ -41,7 +41,7 @@ class Fleet:
         self.eligibility_changes = 0  # counts the calls of eligibility_changed
         self.estimates_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
-        self.models_by_id = False  # whether any worker has ever offered models by id
+        self.any_offered_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
         self._dispatches = 0  # number of leases granted so far
         self._unit_s = SteppedAverages()  # seconds for each unit of work, over all workers
@@ -68,7 +68,7 @@ class Fleet:
             worker.kinds.setdefault(capability.kind, []).append(capability)
         worker.shares = {c.kind: max(1, SLOT // c.concurrency) for c in info.capabilities if c.concurrency > 1}
         worker.residency.offer(info.models, info.model_memory_bytes)
-        self.models_by_id = self.models_by_id or bool(info.models)
+        self.any_offered_by_id = self.any_offered_by_id or bool(info.models)
         self._record_sizes((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
         self.eligibility_changed(worker)
 
@@ -251,11 +251,11 @@ class Fleet:
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """The expected time to load the shape's model, plus the time to load again later the models that must be
-        unloaded for it, in seconds. 0.0: it is loaded, or a granted lease already makes the worker load it, or the
-        tasks need no model.
+        unloaded for it, in seconds. 0.0: it is loaded and stays, or a granted lease already makes the worker load it,
+        or the tasks need no model.
         """
         residency = worker.residency
-        model = residency.id_of_key.get((shape.kind, shape.model)) if self.models_by_id else ""
+        model = residency.id_of_key.get((shape.kind, shape.model)) if self.any_offered_by_id else ""
         if model is None:
             model = self.model_id(worker, shape.kind, shape.model)
         if model:
@@ -361,7 +361,7 @@ class Fleet:
         self._dispatches += 1
         worker.last_dispatch = self._dispatches
         key, residency, loads = (task.spec.kind, task.spec.model), worker.residency, False
-        if self.models_by_id and (model := self.model_id(worker, *key)):
+        if self.any_offered_by_id and (model := self.model_id(worker, *key)):
             lease.model = model
             loads = residency.grant(model, lease.frame, now)
         elif key not in residency.granted_without_id:
@@ -393,7 +393,7 @@ class Fleet:
         worker.leased_bytes -= sum([len(lease.task.payload) for lease in leases])
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])
-        if self.models_by_id:
+        if self.any_offered_by_id:
             for lease in leases:
                 if lease.model and worker.residency.release(lease.model):
                     self._resident_changed()

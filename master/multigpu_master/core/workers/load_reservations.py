@@ -58,7 +58,7 @@ class LoadReservations:
         ends a reservation that is no longer valid, and lets a backlog that has no reservation ask for one.
         """
         reservation, head = self.by_backlog.get(backlog), backlog.head()
-        if head is None or self._served(backlog):
+        if head is None or self._model_usable(backlog):
             del self._watched[backlog]
             self._asking.pop(backlog, None)
             self._end(backlog)
@@ -72,7 +72,7 @@ class LoadReservations:
                     self._reserve(asking)
         self._check_later(backlog, now)
 
-    def _served(self, backlog: Backlog) -> bool:
+    def _model_usable(self, backlog: Backlog) -> bool:
         """Whether the model is placed where the tasks may use it, so that they only wait for room in a window."""
         fleet, shape = self._fleet, backlog.shape
         return any(
@@ -97,13 +97,13 @@ class LoadReservations:
     # --- reservations ------------------------------------------------------------------------------------------------
 
     def _reserve(self, backlog: Backlog) -> None:
-        """Reserves the worker with the fewest bytes to unload, of the free workers that can make enough room."""
-        free = [w for w in self._candidate_workers(backlog) if self._is_free(w)]
+        """Reserves the worker with the fewest bytes to unload, of the reservable ones that can make enough room."""
+        free = [w for w in self._candidate_workers(backlog) if self._reservable(w)]
         sizes = {w: size for w in free if (size := self._bytes_to_unload(backlog, w)) is not None}
         if sizes:
             self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
 
-    def _is_free(self, worker: Worker) -> bool:
+    def _reservable(self, worker: Worker) -> bool:
         residency, for_gang = worker.residency, worker.gang_leases_limit is not None
         busy = residency.reserved_model or residency.resting or residency.loading_since_s or for_gang
         return worker.accepting and not busy
@@ -159,7 +159,7 @@ class LoadReservations:
 
     def _reserve_for_next(self, worker: Worker) -> None:
         """Reserves a worker for the first backlog that asks and can use it, if the worker is free."""
-        if not self._is_free(worker):
+        if not self._reservable(worker):
             return
         for backlog in self._asking:
             able = backlog.size and worker in self._candidate_workers(backlog)

@@ -191,7 +191,7 @@ def check_remains(path: Path) -> None:
     """
     if path.with_name(PART_NAME).exists():
         raise JournalError(
-            f"{path.parent} is no journal, but a backup that was broken off ({PART_NAME}). Restore another one."
+            f"{path.parent} is an incomplete backup, whose making was broken off ({PART_NAME} exists). Use another one."
         )
     remains = [path.name + "-wal"] if has_log(path) else []
     segments, payloads = path.parent / SEGMENTS, path.parent / PAYLOADS

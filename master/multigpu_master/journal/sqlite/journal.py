@@ -100,7 +100,7 @@ class SqliteJournal(JournalReads):
         try:
             settings = self.settings()
             begin_clock(self.newest_time_s())
-            downtime_s = self._retention.add_downtime(self._last_cursor + 1)
+            clock_difference_s = self._retention.add_downtime(self._last_cursor + 1)
             # This block also empties the log, so the flag that the journal is open is in the database file, and the
             # next start notices if the log is missing.
             with self._room.reserve_released():
@@ -115,7 +115,9 @@ class SqliteJournal(JournalReads):
         self._sweep_at_s = time.monotonic() + SWEEP_AFTER_S
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
-        return Recovered(self.recover_tasks(), settings, epoch, incarnations, self._last_cursor, lease_key, downtime_s)
+        return Recovered(
+            self.recover_tasks(), settings, epoch, incarnations, self._last_cursor, lease_key, clock_difference_s
+        )
 
     def _open(self) -> tuple[int, list[Incarnation], bytes]:
         """Locks, checks and opens the files, and begins an incarnation. `_opened` closes all of them again, and keeps
@@ -233,7 +235,7 @@ class SqliteJournal(JournalReads):
         return written
 
     def _write_batch(self) -> bool:
-        batch, bytes_total = self._room.batch(self._pending)
+        batch, bytes_total = self._room.pop_batch(self._pending)
         try:
             if any(entry.submits for entry in batch):
                 self._room.require_room_for_submits(bytes_total)

@@ -107,7 +107,7 @@ class Room:
         # With the space of the reserve, the pages that are in the log alone must fit into the database.
         connections.limit_log(writer, self._watermark_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
-    def batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:
+    def pop_batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:
         """Removes the entries of the next transaction from `waiting`. Returns them, and the bytes of their content."""
         batch: list[Entry] = []
         records = bytes_total = 0

@@ -136,7 +136,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
         worker = self._known_worker(request.worker_id)
         if not worker.session or worker.engine.handlers is None:
-            why = "has no handlers, or is older than handler reload" if worker.session else "is lost"
+            why = "has no handlers, or a version of multigpu that can't reload them" if worker.session else "is lost"
             raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.workers.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
@@ -170,7 +170,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             names = ", ".join(sorted(core.ledger.strategies))
             raise InvalidArgumentError(f"no strategy {request.strategy!r}; there are: {names}")
         if request.queue:
-            self._admit_queue(request.queue)
+            self._check_queue_allowed(request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
             await save(self._driver, queue_setting(core.ledger.queue(request.queue)))
@@ -216,12 +216,12 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def _configure(self, event: ev.ConfigureQueue) -> pb.Queue:
         if not event.queue:
             raise InvalidArgumentError('queue is missing; the usual one is "default"')
-        self._admit_queue(event.queue)
+        self._check_queue_allowed(event.queue)
         self._driver.handle(event)
         await save(self._driver, queue_setting(self._core.ledger.queue(event.queue)))
         return self._queue(event.queue, await queries.oldest_submits(self._core, [event.queue]))
 
-    def _admit_queue(self, name: str) -> None:
+    def _check_queue_allowed(self, name: str) -> None:
         """Raises InvalidMessageError if the name is not allowed, and ExhaustedError if there are too many queues."""
         core = self._core
         check_printable("queue", name)
