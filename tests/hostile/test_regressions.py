@@ -123,9 +123,9 @@ def test_a_held_lease_is_limited() -> None:
 
 def test_a_large_hello_is_rejected() -> None:
     held = [worker_pb.HeldLease(checkpoint=bytes(1 << 20))] * 2  # not part of its description
-    wire_workers.check_size(hello(leases=held).hello)
+    wire_workers.check_hello_size(hello(leases=held).hello)
     with pytest.raises(InvalidMessageError, match="at most 131072"):
-        wire_workers.check_size(hello(labels={"l": "x" * (1 << 20)}).hello)
+        wire_workers.check_hello_size(hello(labels={"l": "x" * (1 << 20)}).hello)
     found = [model_pb2.ModelResidency(model=f"m{n}" * 999) for n in range(2000)]
     beat = worker_pb.Heartbeat(models=found)
     assert len(wire_models.residents(beat)) == MODELS_MAX

@@ -26,6 +26,7 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import Entry, Recovered
+from multigpu_master.journal.sqlite.failures import full_error
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.room import Room
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME
@@ -122,8 +123,8 @@ async def test_the_journal_may_find_room_before_there_is_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread starts before the driver exists, and reports at once that a disk that was full has room again."""
-    rooms = itertools.chain([False], itertools.repeat(True))
-    monkeypatch.setattr(Room, "try_accept", lambda _room: next(rooms))
+    refusals = itertools.chain([full_error(tmp_path)], itertools.repeat(None))
+    monkeypatch.setattr(Room, "refusal", lambda _room: next(refusals))
     config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)
     master = Master(config, journal := SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
     make = master._make_driver

@@ -86,7 +86,7 @@ def test_every_worker_that_may_join_is_restored_from_its_setting() -> None:
     while hello.ByteSize() < HELLO_BYTES_MAX - 100:
         capability.models.append("m" * 90)
     capability.models.append("m" * (HELLO_BYTES_MAX - hello.ByteSize() - 3))
-    wire_workers.check_size(hello)
+    wire_workers.check_hello_size(hello)
     info = wire_workers.worker_info(hello)
     saved = wire_workers.hello_message(info)
     assert saved.ByteSize() > HELLO_BYTES_MAX

@@ -1,4 +1,4 @@
-"""Adds up the device time and energy that tasks have used, for each spec. `pop_sums` returns it, for the journal."""
+"""Adds up the device time and energy that tasks have used, for each spec. `pop_sums` hands the sums to the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

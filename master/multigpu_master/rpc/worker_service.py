@@ -30,7 +30,7 @@ from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, partial_outputs, reports_of
 from multigpu_master.wire.times import duration, seconds_of, timestamp
 from multigpu_master.wire.validation import NAME_BYTES_MAX
-from multigpu_master.wire.workers import check_size, heartbeat, worker_info
+from multigpu_master.wire.workers import check_hello_size, heartbeat, worker_info
 from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 
 PROTOCOL_VERSION = 2
@@ -143,7 +143,7 @@ class WorkerService:
                 f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; upgrade the "
                 f"{older} (worker version {hello.version or 'unknown'}, master version {self._version})"
             )
-        check_size(hello)
+        check_hello_size(hello)
         info = worker_info(hello)
         caller = current_caller()
         if caller is not None and not caller.may_use_worker_id(info.worker_id):

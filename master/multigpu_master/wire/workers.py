@@ -16,7 +16,7 @@ from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable
 _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "slots")
 
 
-def check_size(m: worker_service_pb2.Hello) -> None:
+def check_hello_size(m: worker_service_pb2.Hello) -> None:
     """Raises InvalidMessageError if a worker's hello is too large. What is saved of the worker may be larger: it has
     default fields, and the newest catalog.
     """

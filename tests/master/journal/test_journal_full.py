@@ -64,7 +64,7 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -
         reject(journal, commits, Entry(submits=[submit(200)]))
     with opened(tmp_path / "data", **limits) as (journal, commits):
         assert len(list(journal.recover_tasks())) == 18
-        reject(journal, commits, Entry(submits=[submit(201)]))
+        assert "journal_bytes_max" in reject(journal, commits, Entry(submits=[submit(201)]))
         commit(journal, commits, Entry(settles=[settle(83, bytes(LARGE_BYTES))]))
         clock_s[0] = 9000.0  # all has expired
         until(lambda: journal.writable)

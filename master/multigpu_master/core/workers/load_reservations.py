@@ -68,8 +68,7 @@ class LoadReservations:
                 self._end(backlog)
             if backlog not in self.by_backlog:
                 self._asking[backlog] = None
-                for asking in [each for each in self._asking if each.size]:  # those that asked before it come first
-                    self._reserve(asking)
+                self._reserve(backlog)
         self._check_later(backlog, now)
 
     def _model_usable(self, backlog: Backlog) -> bool:
@@ -97,11 +96,15 @@ class LoadReservations:
     # --- reservations ------------------------------------------------------------------------------------------------
 
     def _reserve(self, backlog: Backlog) -> None:
-        """Reserves the worker with the fewest bytes to unload, of the reservable ones that can make enough room."""
+        """Reserves the worker with the fewest bytes to unload, of the reservable ones that can make enough room. A
+        worker that a backlog which asked earlier can use is reserved for that one.
+        """
         free = [w for w in self._candidate_workers(backlog) if self._reservable(w)]
         sizes = {w: size for w in free if (size := self._bytes_to_unload(backlog, w)) is not None}
-        if sizes:
-            self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
+        for worker in sorted(sizes, key=lambda w: (sizes[w], w.worker_id)):
+            self._reserve_for_next(worker)
+            if backlog not in self._asking:
+                return
 
     def _reservable(self, worker: Worker) -> bool:
         residency, for_gang = worker.residency, worker.gang_leases_limit is not None

@@ -24,10 +24,10 @@ from multigpu_master.journal.sqlite.connections import enable_wal, has_log
 from multigpu_master.journal.sqlite.failures import (
     NO_DATABASE,
     damaged_error,
-    damaged_log_error,
     explain,
     gone_error,
     missing_log_error,
+    salvageable_error,
 )
 from multigpu_master.journal.sqlite.files import sync
 from multigpu_master.journal.sqlite.schema import (
@@ -164,7 +164,7 @@ def _check_contents(path: Path) -> None:
     index = path.with_name(f"{DATABASE_NAME}-shm")
     log_is_absent = not log.exists()
     if what := wal.describe_cut(log, index, PAGE_BYTES):
-        raise damaged_log_error(path, what)
+        raise salvageable_error(path, what)
     # Without a log, or with an empty one (has_log is False), the file alone can be read. With a log, SQLite needs the
     # log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
@@ -177,7 +177,7 @@ def _check_contents(path: Path) -> None:
         if log_is_absent and left_open(connection):
             raise missing_log_error(path)
         if not log_is_absent and (what := wal.describe_damage(log, index, PAGE_BYTES)):
-            raise damaged_log_error(path, what)
+            raise salvageable_error(path, what)
         verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
         connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants
     for verdict in verdicts:

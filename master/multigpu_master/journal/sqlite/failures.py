@@ -29,7 +29,7 @@ def explain(error: Exception, path: Path) -> JournalError:
     no_descriptor = primary == sqlite3.SQLITE_CANTOPEN and _has_no_descriptor()
     if no_descriptor or getattr(error, "errno", None) in NO_DESCRIPTOR:
         return JournalFullError(
-            f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
+            f"The journal {path} can't be used now: no file descriptor is left ({error}). End connections to the "
             "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
         )
     if isinstance(error, OSError) and error.errno is None:  # raised by read_at: a file is too short
@@ -41,7 +41,7 @@ def explain(error: Exception, path: Path) -> JournalError:
             "in which no other program deletes files."
         )
     if isinstance(error, DAMAGE):
-        return damaged_log_error(path, f"one of its own settings can't be parsed ({error!r})")
+        return salvageable_error(path, f"one of its own settings can't be parsed ({error!r})")
     # A table or a column is missing; or a text is no UTF-8, for which the module sqlite3 has no code.
     if code == sqlite3.SQLITE_ERROR or "decode to UTF-8" in str(error):
         return damaged_error(path, str(error))
@@ -108,7 +108,7 @@ def damaged_error(path: Path, what: str) -> JournalDamagedError:
     )
 
 
-def damaged_log_error(path: Path, what: str) -> JournalDamagedError:
+def salvageable_error(path: Path, what: str) -> JournalDamagedError:
     return JournalDamagedError(
         f"The journal {path} is damaged: {what}. Nothing in it was changed. Restore its directory from a backup, or "
         f"run `mgpu-master --data-dir {path.parent} salvage`, which keeps what can be read and says what is gone."

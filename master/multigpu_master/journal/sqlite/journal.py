@@ -106,8 +106,7 @@ class SqliteJournal(JournalReads):
             with self._room.reserve_released():
                 # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
                 # would take the new outcomes for older ones, and add the downtime to their lifetime.
-                if self._no_room_for(self._sweeper.save_time) or not self._room.try_accept():
-                    self._full = failures.full_error(self._path)
+                self._full = self._no_room_for(self._sweeper.save_time) or self._room.refusal()
         except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
             self._opened.close()
             raise failures.explain(error, self._path) from error
@@ -315,8 +314,8 @@ class SqliteJournal(JournalReads):
 
     def _try_end_full(self) -> None:
         """Accepts submits again if there is room."""
-        if self._room.try_accept():
-            self._full = None
+        self._full = self._room.refusal()
+        if self._full is None:
             self._rejected.clear()
             self._on_commit([], self._last_cursor + 1, None)
 

@@ -165,9 +165,13 @@ class JournalReads:
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
         """`specs`: specs read before, by column value. `refer`: return a reference to a payload in a shared file."""
         task = SubmitRecord(*row)
-        valid = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
-        valid = valid and 0 < task.task_id < 1 << 53 and 0 <= task.first_lease_id < 1 << 53
-        if not (valid and 0 < task.units < 1 << 32):
+        if not (
+            _are(row, _TASK_TYPES)
+            and abs(task.submit_time_s) < _TIME_S_MAX
+            and 0 < task.task_id < 1 << 53
+            and 0 <= task.first_lease_id < 1 << 53
+            and 0 < task.units < 1 << 32
+        ):
             raise self._damaged(f"task {row[0]!r} makes no sense")
         if task.spec not in specs:
             specs[task.spec] = self._read_spec(task.spec)

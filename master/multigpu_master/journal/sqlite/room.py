@@ -157,15 +157,17 @@ class Room:
         self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
         self._bytes_until_measure = self._watermark_bytes // 2
 
-    def try_accept(self) -> bool:
-        """Returns whether tasks may be accepted again. First makes the reserve, as far as there is space."""
+    def refusal(self) -> JournalFullError | None:
+        """Returns why no tasks can be accepted; None: they can. First makes the reserve, as far as there is space."""
         try:
             self._reserve.make()
             self.measure()
             self.require_room_for_submits(self._watermark_bytes // 4)  # room for more than the next few tasks
-        except (OSError, JournalFullError):
-            return False
-        return self._reserve.size_bytes >= self._watermark_bytes
+        except JournalFullError as error:
+            return error
+        except OSError:
+            return failures.full_error(self._path)
+        return None if self._reserve.size_bytes >= self._watermark_bytes else failures.full_error(self._path)
 
     def is_short(self) -> bool:
         """Whether unused space of the journal's files should be returned to the disk, so that tasks are accepted."""
@@ -181,7 +183,7 @@ class Room:
         self._empty_log()
         yield
         self._empty_log()
-        with contextlib.suppress(OSError):  # `try_accept` tries again
+        with contextlib.suppress(OSError):  # `refusal` tries again
             self._reserve.make()
 
     def _empty_log(self) -> None:

@@ -100,9 +100,10 @@ def check_value(key: str, value: bytes, kind: str) -> None:
     """Raises one of DAMAGE if the journal can't use the value of this setting. `kind`: SQLite's type of the column."""
     if not key.startswith(_PRIVATE) and kind != "blob":
         raise ValueError(f"it is a value of type {kind}")
-    if key == SETTING_EPOCH and not 0 <= int(value) < ids.EPOCHS_END:
-        raise ValueError(f"{int(value)} is no epoch")
-    if key == SETTING_REMOVED:
+    if key == SETTING_EPOCH:
+        if not 0 <= int(value) < ids.EPOCHS_END:
+            raise ValueError(f"{int(value)} is no epoch")
+    elif key == SETTING_REMOVED:
         int(value)
     elif key == SETTING_LEASE_KEY:
         check_lease_key(value)
