@@ -245,6 +245,21 @@ def test_a_worker_that_has_rested_is_reserved_for_the_model_that_has_asked_longe
     assert reserved_model == "c"
 
 
+def test_a_worker_is_reserved_as_soon_as_it_has_rested(stage: Models) -> None:
+    """Not when the model that waits is next checked, a second later."""
+    stage.offer()
+    stage.ask("a")
+    stage.ask("b")
+    stage.says("a", "b", after_s=5.0)  # it rests for five seconds, too
+    stage.ask("c")
+    stage.says("a", "b", after_s=4.9)  # it asks after two seconds, and is checked every two
+    residency, seen = stage.core.fleet.workers["w"].residency, list[str]()
+    for _ in range(2):
+        seen.append(residency.reserved_model)
+        stage.says("a", "b", after_s=0.2)
+    assert [*seen, residency.reserved_model] == ["", "c", "c"]
+
+
 def test_a_reservation_spares_pinned_and_more_important_models(stage: Models) -> None:
     stage.offer()
     stage.handle(ev.LoadModel("w", "a"))
