@@ -67,10 +67,23 @@ def init_process_group(place: Place, backend: str) -> None:
     distributed: Any = importlib.import_module("torch.distributed")
 
     def init(store: Any) -> None:
-        destroy_process_group()  # of a task before, whose handler could not; or of a try
-        distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+        destroy_process_group()  # of a task before, whose handler could not
+        try:
+            distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+        except BaseException:
+            _restart_numbering(distributed)
+            raise
 
     meet(place, init)
+
+
+def _restart_numbering(distributed: Any) -> None:
+    """Make the next group number 0 again, as at the other ranks. Torch counts the groups of a process, also those that
+    failed, and ranks meet under this number. The end of a default group restarts the count.
+    """
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    destroy_process_group()
 
 
 def meet(place: Place, use: Callable[[Any], T]) -> T:

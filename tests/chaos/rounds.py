@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import grpc
 from multigpu.v1 import task_service_pb2
 from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE
 from multigpu_master.journal.sqlite.journal import SWEEP_AFTER_S
@@ -204,7 +205,10 @@ class Chaos:
 
     def whole(self) -> bool:
         """Whether everything runs and every worker has joined."""
-        workers = self.fleet.list_workers()
+        try:
+            workers = self.fleet.list_workers()
+        except grpc.RpcError:  # the master was killed while it answered
+            return False
         active = {w.worker_id for w in workers if w.state == WORKER_STATE_ACTIVE and not w.quarantined}
         return self.faults.mended() and active == set(self.fleet.workers)
 

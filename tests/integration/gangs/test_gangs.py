@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 
 import multigpu
 import pytest
@@ -135,6 +137,47 @@ except ConnectionRefusedError:
 def test_rank_0_listens_at_its_own_address_alone() -> None:
     done = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, check=False, timeout=400)
     assert done.stdout == "refused\n", done.stderr
+
+
+# The engine of rank 0 in an earlier run: it says when a rank has come to its store.
+EARLIER = """
+import time
+from multigpu._ranks import serve_store
+store = serve_store("127.0.0.1")
+print(store.port, flush=True)
+while not store.num_keys():
+    time.sleep(0.01)
+print("came", flush=True)
+time.sleep(600)
+"""
+RANK = """
+import sys
+import torch.distributed
+from multigpu._ranks import Place, init_process_group
+port, rank = sys.argv[1:]
+init_process_group(Place(int(rank), 2, f"127.0.0.1:{port}", "run"), "gloo")
+torch.distributed.barrier()
+print("met")
+"""
+
+
+def test_a_rank_whose_meeting_place_ends_with_an_earlier_engine_meets_the_next_one() -> None:
+    def python(*arguments: str) -> "subprocess.Popen[str]":
+        return ended.enter_context(subprocess.Popen([sys.executable, "-c", *arguments], stdout=PIPE, text=True))
+
+    with ExitStack() as ended:
+        earlier = python(EARLIER)
+        ended.callback(earlier.kill)
+        assert earlier.stdout is not None
+        port = earlier.stdout.readline().strip()
+        ranks = [python(RANK, port, "1")]
+        ended.callback(ranks[0].kill)
+        assert earlier.stdout.readline() == "came\n"
+        earlier.kill()
+        earlier.wait()
+        ranks.append(python(RANK, port, "0"))
+        ended.callback(ranks[1].kill)
+        assert [rank.communicate(timeout=240)[0] for rank in ranks] == ["met\n"] * 2
 
 
 def test_a_handler_that_takes_batches_is_no_rank(client: multigpu.Client) -> None:

@@ -21,7 +21,7 @@ from multigpu_master.journal.sqlite.schema import DATABASE_NAME, SCHEMA_VERSION
 from tests.fleet import Fleet, until
 
 ROOT = Path(__file__).resolve().parents[3]
-FORMER = "b4d30e6"
+FORMER = "15b2a0d8"
 HANDLERS = "tests/integration/handlers"
 TASKS = 1500
 
@@ -31,7 +31,7 @@ import sys
 import multigpu
 with multigpu.Client(sys.argv[1]) as client:
     payloads = [b"%d" % n for n in range({TASKS})]
-    results = list(client.map("trial.nap", payloads, parameters={{"seconds": "0.02"}}, window=200))
+    results = list(client.map("trial.nap", payloads, parameters={{"seconds": "0.02"}}, max_in_flight=200))
     assert results == [payload[::-1] for payload in payloads], results
 """
 
