@@ -454,6 +454,7 @@ def test_explain_estimates_when_a_gang_begins() -> None:
         in explain(stage.core, gang, stage.now).summary
     )
     assert "may be idle in 3 s" in explain(stage.core, gang, stage.now + 5.0).summary
+    assert "may be idle" not in explain(stage.core, gang, stage.now + 8.0).summary, "they take longer than earlier ones"
 
 
 def test_a_run_timeout_ends_the_attempt_everywhere() -> None:

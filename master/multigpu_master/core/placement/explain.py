@@ -166,7 +166,9 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
 
 
 def _gang_start(core: Core, shape: Shape, now: float) -> str:
-    """Says in how many seconds enough workers may be idle; "" if too few workers accept tasks."""
+    """Says in how many seconds enough workers may be idle; "" if too few workers accept tasks, or if their leases have
+    taken as long as earlier ones.
+    """
     able = one_per_device(sorted(
         (worker for worker in core.fleet.eligible(shape) if worker.accepting),
         key=lambda worker: _left_s(worker, now),
@@ -174,6 +176,8 @@ def _gang_start(core: Core, shape: Shape, now: float) -> str:
     if len(able) < shape.world_size_min:
         return ""
     left_s = _left_s(able[shape.world_size_min - 1], now)
+    if left_s < 0.5:
+        return ""
     return f"; judging by earlier run times, {shape.world_size_min} may be idle in {left_s:.0f} s"
 
 

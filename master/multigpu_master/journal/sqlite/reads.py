@@ -68,7 +68,6 @@ _LETTERS = (
 _TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float, int)
 _SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
 _STATES = range(1, 6)
-_TIME_S_MAX = 1e11
 _INTEGER_MAX = 2**63 - 1  # of SQLite; ids are smaller
 
 
@@ -130,7 +129,7 @@ class JournalReads:
     def _settled(self, row: Sequence[Any]) -> SettledTask:
         """The task of a row that begins with _SETTLED_COLUMNS."""
         task = SettledTask(*row[: len(_SETTLED_TYPES)])
-        valid = _are(row, _SETTLED_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
+        valid = _are(row, _SETTLED_TYPES) and _is_time(task.submit_time_s)
         if not (valid and task.state in _STATES and task.cursor > 0 and task.task_id > 0):
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         return task
@@ -167,7 +166,7 @@ class JournalReads:
         task = SubmitRecord(*row)
         if not (
             _are(row, _TASK_TYPES)
-            and abs(task.submit_time_s) < _TIME_S_MAX
+            and _is_time(task.submit_time_s)
             and 0 < task.task_id < 1 << 53
             and 0 <= task.first_lease_id < 1 << 53
             and 0 < task.units < 1 << 32
@@ -232,25 +231,26 @@ class JournalReads:
             while rows := self._rows(sql, (last,)):
                 last = rows[-1][0]
                 for row in rows:
-                    why, stays = "", is_outcome
-                    try:
-                        time_s = row[-1] if is_outcome else SubmitRecord(*row).submit_time_s
-                        if not _is_time(time_s):
-                            raise self._damaged(f"the row's time is {time_s!r} s")
-                        if not is_outcome:
-                            why = checks.spec(self._task(row, {}).spec)
-                        else:
-                            outcome = self._outcome(row[:-1])
-                            why = outcome.lost if outcome.body is None else checks.body(outcome.body)
-                    except JournalError as error:
-                        cause = error.__cause__
-                        if isinstance(error, JournalFullError) or (cause is not None and not _is_lost(cause)):
-                            raise  # the row isn't lost: it can't be read now, or not by this user
-                        why = str(error).partition(". ")[0]
-                        stays = stays and not isinstance(error, JournalDamagedError)
+                    why, stays = self._why_lost(row, checks, is_outcome=is_outcome)
                     if why:
                         task_id, request_id = row[is_outcome : is_outcome + 2]
                         yield table, row[0], stays, f"{name} {task_id} (request_id {request_id!r}): {why}"
+
+    def _why_lost(self, row: Sequence[Any], checks: Checks, *, is_outcome: bool) -> tuple[str, bool]:
+        """Why a row can't be read as a whole ("" if it can), and whether salvage keeps the row."""
+        try:
+            if not is_outcome:
+                return checks.spec(self._task(row, {}).spec), False
+            *columns, settle_time_s = row
+            if not _is_time(settle_time_s):
+                raise self._damaged(f"the row's time is {settle_time_s!r} s")
+            outcome = self._outcome(columns)
+            return outcome.lost if outcome.body is None else checks.body(outcome.body), True
+        except JournalError as error:
+            cause = error.__cause__
+            if isinstance(error, JournalFullError) or (cause is not None and not _is_lost(cause)):
+                raise  # the row isn't lost: it can't be read now, or not by this user
+            return str(error).partition(". ")[0], is_outcome and not isinstance(error, JournalDamagedError)
 
     def recover_tasks(self) -> Iterator[SubmitRecord]:
         """All unsettled tasks, in task_id order. Equal specs are one object."""
