@@ -20,7 +20,7 @@ class Clock:
 
     def begin(self, newest_s: float) -> None:
         """Moves the clock to `newest_s` (JournalReads.newest_time_s) if that is later. Call it before the core or the
-        retention use `now`. (The journal has computed its epoch by then, from the host's time.)
+        retention use `now`. (The journal has chosen the ids of this start by then, by the host's time: see ids.py.)
         """
         self._offset_s = max(self._offset_s, newest_s - self._monotonic())
 

@@ -67,29 +67,29 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     workers = list(fleet.workers.values())
     if not workers:
         return "no worker has joined this master yet; start one"
-    wait = "start a worker that can"
+    advice = "start a worker that can"
     if not queued:
-        wait += ", or set wait_for_worker to queue the task until then"
+        advice += ", or set wait_for_worker to queue the task until then"
     capabilities = [c for w in workers for c in w.info.capabilities if c.kind == spec.kind]
     offered = any(spec.model in c.models for c in capabilities)
     failed = fleet.load_error(spec.model) if spec.model and not offered else None
     if failed is not None:
         worker, error = failed
-        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; fix the model, or {wait}"
+        return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; fix the model, or {advice}"
     kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
     if spec.kind not in kinds:
-        return f"no worker runs kind {spec.kind!r}{_near(spec.kind, kinds)} (the fleet runs {_listed(kinds)}); {wait}"
+        return f"no worker runs kind {spec.kind!r}{_near(spec.kind, kinds)} (the fleet runs {_listed(kinds)}); {advice}"
     models = sorted({m for c in capabilities for m in c.models})
     any_model = any(not c.models for c in capabilities)
     if spec.model and models and not any_model and spec.model not in models:
         there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
-        return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
+        return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {advice}"
     shape = shape_of(spec)
     if devices := fleet.device_count(shape):
         what = f"{shape.world_size_min} workers, each on its own device, have to run this task at the same time"
-        return f"{what}, and {devices} could; {wait}"
+        return f"{what}, and {devices} could; {advice}"
     why = "; ".join(f"{w.worker_id}: {fleet.ineligibility(w, shape)}" for w in workers[:5])
-    return f"no worker could ever take this task ({why}); {wait}"
+    return f"no worker could ever take this task ({why}); {advice}"
 
 
 def _near(name: str, names: list[str]) -> str:

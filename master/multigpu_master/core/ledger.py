@@ -33,8 +33,8 @@ from multigpu_master.core.workers.fleet import Fleet
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
-# A timer that fires later than this shows that the master was suspended. The timer is then set again, so that the
-# master first reads what workers have sent meanwhile.
+# A timer that fires more than this many seconds after it was due shows that the master was suspended. It is then set
+# again, so that the master first reads what workers have sent meanwhile.
 TIMER_LATE_S = 1.0
 # The reason for revoking the other leases of a gang once one of them has ended without success.
 RANK_ENDED = "the attempt has ended: the lease of rank {rank} was revoked, or ended without success"
@@ -51,15 +51,15 @@ class Limits:
     ephemeral_bytes_max: int = 256 << 20  # settled ephemeral tasks, with their results
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
-    memory_threshold: float = 0.8
-    # The circuit breaker trips if more than this share of the devices that are or were connected within
-    # breaker_window_s, and more than one, are found sick or suspect in that time.
+    memory_threshold: float = 0.8  # share of device memory in use above which strategy memory_usage grants no leases
+    # The circuit breaker trips if, within breaker_window_s, at least two devices were found sick or suspect, and more
+    # than this share of the devices that were connected at some time in the window.
     breaker_share: float = 0.3
     breaker_window_s: float = 600.0
 
     @property
     def timer_late_s(self) -> float:
-        """How late a timer may fire: a later one is set again, for this many seconds from now. See TIMER_LATE_S."""
+        """Limit of a timer's lateness. A timer that fires later is set again, to fire after this time: TIMER_LATE_S."""
         return min(TIMER_LATE_S, self.session_timeout_s / 4)
 
 
@@ -289,7 +289,7 @@ class Ledger:
         self.unsettled_bytes += size
 
     def _keep_log(self, task: Task) -> None:
-        """Adds the log of the attempt that ends now to the log of the task."""
+        """Stores Task.log, to which the lease that ends now still contributes, and how much of it is this lease's."""
         log, extra, lease = task.log, task.ensure_extra(), task.lease
         assert lease is not None, "an attempt ends"
         self._set_log(extra, log)

@@ -104,8 +104,8 @@ class Extra:
     kept_bytes: int = 0  # partials_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
-    # Whether an uncharged attempt has begun. For a gang: also if a hello listed a lease of it as running. queue_timeout
-    # then no longer applies.
+    # Whether an attempt ran that Task.attempts does not count, or a worker's hello listed a lease of a gang as running.
+    # The task's queue_timeout then no longer applies.
     begun: bool = False
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     lost_lease_id: int = 0  # of the newest of these losses
@@ -118,7 +118,7 @@ class Extra:
     # returned its recalled lease.
     avoid_device_or_worker: str = ""
     broke_on_devices: tuple[str, ...] = ()  # where it broke an engine while the device was reported as healthy
-    blamed_devices: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
+    blamed_devices: tuple[str, ...] = ()  # blamed for failed attempts: attempts_max rises by one for each
     log: str = ""  # the last lines that its ended attempts have written
     log_lease_id: int = 0  # the lease that wrote the last part of the log
     log_part_chars: int = 0  # size of that part
@@ -140,7 +140,7 @@ def sum_energy(parts: Sequence[Energy]) -> Energy:
     return Energy(joules, max(part.method for part in parts), uncertain / joules if joules else 0.0)
 
 
-# The error type of a task that its client withdrew.
+# The error type of a task whose client cancelled it with `withdraw`, so that its request_id can be used again.
 WITHDRAWN = "Withdrawn"
 
 
@@ -161,7 +161,7 @@ class Outcome:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether the client withdrew the task, which frees its request_id."""
+        """Whether the client cancelled the task with `withdraw`, so that its request_id can be used again."""
         return self.state is OutcomeState.CANCELLED and self.error is not None and self.error.type == WITHDRAWN
 
 
@@ -175,7 +175,7 @@ class Task:
     request_id: str
     payload: Payload
     partition_key: str = ""
-    units: int = 1
+    units: int = 1  # amount of work: expected run times and usage are kept for a unit
     submit_s: float = 0.0
     task_id: int = 0
     attempts: int = 0  # number of attempts so far, with the current one, without uncharged ones
@@ -247,10 +247,11 @@ class Lease:
     rank: int = 0
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float, float]:
-        """Returns the attempt's (dispatch_s, start_s, finish_s), in this order of time; a start of 0.0 is unknown. The
-        arguments may be times of the worker's clock, which may be wrong. Of a lease of an earlier session (frame 0),
-        self.dispatch_s may be the time of its adoption: if the attempt began before that, its start counts as its
-        dispatch.
+        """Returns the attempt's (dispatch_s, start_s, finish_s), moved where needed so that none is before the one
+        before it: the arguments may be times of the worker's clock, which may be wrong. A start of 0.0 is unknown.
+
+        A lease that the worker held before this session (frame 0) may have no dispatch time but that of its adoption.
+        If the attempt began before the adoption, it counts as dispatched when it began.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -261,9 +262,9 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Gang:
-    """The leases of one attempt of a task that several workers run, by rank. Task.lease is the lease of rank 0, even
-    after rank 0 has succeeded. The attempt succeeds when all ranks have; if a rank ends otherwise, the other leases
-    are revoked.
+    """The leases of one attempt of a task that several workers run, by rank. Task.lease is the lease of rank 0, also
+    after rank 0 has succeeded, until the last rank succeeds. The attempt succeeds when all ranks have. If a rank ends
+    otherwise, the other leases are revoked.
     """
 
     leases: list[Lease]
@@ -322,7 +323,7 @@ class Worker:
     last_dispatch: int = 0  # number of its newest lease, in the order of all leases that the fleet granted
     succeeded: int = 0
     failed: int = 0
-    version: int = 0  # counts changes that may change its score
+    version: int = 0  # increased by each change that may change the worker's score
 
     @property
     def worker_id(self) -> str:
@@ -364,7 +365,7 @@ class Worker:
     @property
     def window_full(self) -> bool:
         """Whether it holds as many leases as it may. The limit is pace.leases_max. Where a slot runs several tasks
-        together, it is at least as many leases as fill info.slots + 1 slots, but not more than window_tasks.
+        together, the limit is higher if it takes more leases to fill info.slots + 1 slots, but at most window_tasks.
         """
         held = len(self.leases)
         if held < self.pace.leases_max:

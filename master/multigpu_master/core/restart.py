@@ -10,7 +10,7 @@ class IdRange:
         self.begin(first_id)
 
     def begin(self, first_id: int) -> None:
-        """Continues with the ids from `first_id` to the end of its range."""
+        """Continues with the ids from `first_id` to the end of the range that contains it: EPOCH_IDS ids."""
         self.next_id = first_id
         self.end = first_id - first_id % EPOCH_IDS + EPOCH_IDS
         self.renew_at = (first_id + self.end) // 2  # request the next range at this id

@@ -41,11 +41,12 @@ class Intake:
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
-        Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
-        is called once, after this method: when the new durable tasks are written, or with an error if they are lost; in
-        the loop's next round if no task is new and durable. An error does not concern the known tasks that the batch
-        has joined. If `done` is None, no task is acknowledged before it settles. `peer`: the sender, which may refer to
-        shared payloads.
+        Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection.
+        `peer`: the sender, which may refer to shared payloads.
+
+        `done` is called once, after this method has returned: when the journal has written the new durable tasks, or
+        with an error if it can't; in the loop's next round if no task is new and durable. An error does not concern the
+        known tasks that the batch has joined. None: the caller acknowledges no task before it has its outcome.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)
@@ -70,7 +71,7 @@ class Intake:
         known = driver.find_settled(request_ids)
         if caller is not None and caller.queues is not None:
             candidates = [self._check_request_id(c, known, caller) for c in candidates]
-        replaces = self._remove_failed(request_ids, known) if spec.retry_failed else {}
+        replaces = self._pop_failed(request_ids, known) if spec.retry_failed else {}
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.done_soon(done)
@@ -91,16 +92,16 @@ class Intake:
                 answers.append(next(rest))
         return answers
 
-    def _remove_failed(self, request_ids: Sequence[str], known: dict[str, SettledTask]) -> dict[str, int]:
-        """Removes the tasks that did not succeed from `known`. Returns the dead letters that the new tasks replace: the
-        task_id of each by its request_id.
+    def _pop_failed(self, request_ids: Sequence[str], known: dict[str, SettledTask]) -> dict[str, int]:
+        """Removes the tasks that did not succeed from `known`: tasks with their request_ids run anew. Returns the dead
+        letters that the new tasks replace: the task_id of each by its request_id.
         """
         failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
         replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
         for r in request_ids:
             live = self._driver.core.ledger.requests.get(r)
             if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
-                replaces[r] = live.task_id  # the journal writes this dead letter, then deletes it
+                replaces[r] = live.task_id  # its entry is written before that of the new task, which deletes it
         return replaces
 
     def _check_request_id(
@@ -170,7 +171,9 @@ def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
 
 
 def count_inputs(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
-    """Returns the number of tasks in the batches, or the number of batches if that is larger."""
-    if len(batches) > limit:  # do not iterate over them
+    """Returns the number of tasks in the batches: in the `inputs` of a batch, or in its columns. An empty batch counts
+    as a task. Does not look into the batches if there are more than `limit`.
+    """
+    if len(batches) > limit:
         return len(batches)
     return max(len(batches), sum([len(b.inputs) + max(len(b.request_ids), len(b.payloads)) for b in batches]))

@@ -36,8 +36,10 @@ def add_service(
     """Serves every method of the descriptor with the servicer's method of the same name.
 
     Methods with one request are `async (request, context)` and return their response, or write their responses if they
-    stream. Methods with a stream of requests are `async (context)`, and read and write bytes. `read`: replaces
-    `context.read` for the one request; then methods write their responses themselves.
+    stream. Methods with a stream of requests are `async (context)`, and read and write bytes.
+
+    `read`: reads the one request in place of `context.read`. The call is then served as a stream, so the methods write
+    their response themselves.
     """
     handlers = {}
     for method in descriptor.methods:

@@ -30,15 +30,15 @@ async def load_auth(
     if tokens is not None:
         if expired := tokens.remove_expired():
             await save(expired)
-        await _first_token(tokens, config.data_dir / ADMIN_TOKEN_FILE, save)
+        await _ensure_admin_token(tokens, config.data_dir / ADMIN_TOKEN_FILE, save)
     if tokens is None and not config.tls_client_ca:
         return None
     return Auth(tokens, certificates=bool(config.tls_client_ca), calls_max=config.token_calls_max)
 
 
-async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
-    """Writes an administrator's token into the data directory, if its file is missing or its token invalid, and revokes
-    the tokens named ADMIN_TOKEN_NAME. A user who can read that file can also change the journal, so the token gives no
+async def _ensure_admin_token(tokens: Tokens, path: Path, save: Save) -> None:
+    """Checks that the file has a valid administrator's token. Else writes a new one named ADMIN_TOKEN_NAME, and revokes
+    all earlier ones of this name. A user who can read the file can also change the journal, so the token gives no
     further access.
     """
     known = tokens.find(_read_secret(path))

@@ -102,9 +102,10 @@ class History:
         queues = self._core.ledger.queues
         counts = {name: (self._ended.get(name, 0), queue.queued + queue.leased) for name, queue in queues.items()}
         self._queue_counts.append((self._now(), counts))
-        begin_s, first_counts = self._queue_counts[0]
-        # A queue that the core has dropped stays as long as it is in the interval with which rates() compares.
-        self._ended = {name: self._ended.get(name, 0) for name in first_counts | counts}
+        begin_s, _ = self._queue_counts[0]
+        # A queue that the core has dropped stays as long as rates() may compare with it.
+        names = {name for _, each in self._queue_counts for name in each}
+        self._ended = {name: self._ended.get(name, 0) for name in names}
         self._resumed = {name: resumed for name, resumed in self._resumed.items() if resumed[0] > begin_s}
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.end_interval)
 

@@ -15,7 +15,7 @@ from multigpu_master.write_buffer import Done, WriteBuffer, set_result_of
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
 FLUSH_WAIT_S = 1.0
-# A master adds the usage of at most KEYS_MAX keys to an interval, and to the metrics, and that of all others to OTHER.
+# At most KEYS_MAX keys have sums of their own in an interval, and as many in the metrics. OTHER sums up the rest.
 KEYS_MAX = 1000
 OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
 

@@ -33,8 +33,8 @@ def lease_batch(
     leases: Sequence[Lease],
     payloads_by_lease_id: dict[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Returns a LeaseBatch with leases of one spec and worker, as parts of a frame. `payloads_by_lease_id`: large
-    payloads to send as bytes; other large payloads are sent as references. None: no payload is large.
+    """Returns a LeaseBatch with leases of one spec and worker, as parts of a frame. `payloads_by_lease_id`: the large
+    payloads that are to be sent as bytes. Large ones that are not in it are sent as references. None: none is large.
     """
     batch = worker_service_pb2.LeaseBatch()
     tasks = [lease.task for lease in leases]

@@ -118,6 +118,24 @@ def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sweeping")
+def test_an_outcome_that_expires_before_older_ones_loses_its_body_before_them(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+
+        def examined() -> bool:
+            return it.journal._sweeper._entries.get(0, (0.0, 0))[0] > it.clock_s
+
+        until(examined)
+        it.write(Entry(settles=[settle(1, expire_time_s=9000.0), settle(2, expire_time_s=9000.0)]))
+        it.clock_s += 31.0
+        until(examined)
+        it.write(Entry(settles=[settle(3, expire_time_s=5000.0)]))
+        it.clock_s = 5100.0
+        with closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite3")) as other:
+            bodies = "SELECT task_id FROM outcome WHERE body IS NOT NULL"
+            until(lambda: other.execute(bodies).fetchall() == [(1,), (2,)], 15)
+
+
+@pytest.mark.usefixtures("sweeping")
 def test_the_directory_stays_bounded_under_churn(tmp_path: Path) -> None:
     rows, rounds, body = 2000, 25, b"x" * 900
     with opened(tmp_path / "data", dedupe_window_s=100) as it:

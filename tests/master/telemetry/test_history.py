@@ -6,7 +6,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
-from multigpu_master.telemetry.history import INTERVAL_S, POINTS, History
+from multigpu_master.telemetry.history import INTERVAL_S, POINTS, RATE_INTERVALS, History
 
 from tests.core.stage import SPEC, Stage, lease_of, outcome_of
 
@@ -142,3 +142,28 @@ async def test_workers_of_one_device_count_once() -> None:
     (point,) = history.points
     assert (point.workers_active, point.power_watts, point.utilization) == (3, 200.0, 0.5)
     history.stop()
+
+
+async def test_a_queue_that_was_gone_for_a_while_has_its_rate() -> None:
+    stage = Stage()
+    stage.worker()
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+
+    def end_interval() -> None:
+        stage.now += INTERVAL_S
+        history.end_interval()
+
+    for _ in range(RATE_INTERVALS - 1):
+        end_interval()
+    settled(stage, history, NIGHT, 50)
+    end_interval()
+    queues = stage.core.ledger.queues
+    night = queues.pop("night")
+    end_interval()
+    end_interval()
+    queues["night"] = night
+    settled(stage, history, NIGHT, 10)
+    for _ in range(RATE_INTERVALS - 2):
+        end_interval()
+    assert history.rates(night)[0] == pytest.approx(10 / (RATE_INTERVALS * INTERVAL_S))

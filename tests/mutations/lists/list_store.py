@@ -137,7 +137,7 @@ STORE = (
     ),
     store(
         "salvage keeps an outcome with which no master starts",
-        "if not _is_time(time_s):",
+        "if not _is_time(settle_time_s):",
         module="multigpu_master.journal.sqlite.reads",
         checker="master/journal/test_backup.py::test_rows_that_make_no_sense_are_salvaged_away_and_named",
     ),

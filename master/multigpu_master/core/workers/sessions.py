@@ -70,7 +70,7 @@ class Sessions:
     def hello(self, event: ev.Hello, now: float) -> None:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
-        # Tasks and leases share one sequence of ids. Ids of ids_end or above are another journal's (see ev.Hello).
+        # An id >= ids_end was issued by another journal (see ev.Hello): a task_id or a lease_id, from one sequence.
         ours = [h for h in event.leases if h.granted_by_this_journal and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
@@ -131,8 +131,8 @@ class Sessions:
         return True
 
     def _undo_loss(self, task: Task, extra: Extra, held: ev.HeldLease) -> None:
-        """Undoes what the end of the lease's session has recorded: its log, the loss, and the ended attempt."""
-        if held.log:  # it has all of the attempt's log
+        """Undoes what was recorded when the lease was lost with its session: its log, the loss, the ended attempt."""
+        if held.log:  # held.log repeats the part of the log that the task has kept
             self._ledger.drop_log(task, held.lease_id)
         if extra.lost_lease_id == held.lease_id:
             extra.losses -= 1
@@ -162,9 +162,12 @@ class Sessions:
         worker.telemetry = event.telemetry
         worker.engine = event.engine
         first, worker.health_reported = not worker.health_reported, True
-        # Also if the health is unchanged: a quarantine that was read from the journal may have to end. And once an
-        # operator has reset the breaker, a sick worker that the tripped breaker kept in service must be quarantined.
-        if first or event.health != worker.health or worker.quarantined or not event.health.fit:
+        if (
+            first
+            or event.health != worker.health
+            or worker.quarantined  # as read from the journal: it may have to end
+            or not event.health.fit  # a tripped breaker kept it in service; an operator may have reset the breaker
+        ):
             self._quarantine.apply_health(worker, event.health, now, first=first)
         if not worker.leases and worker.residency.granted_without_id:
             fleet.forget_models_of_leases(worker)

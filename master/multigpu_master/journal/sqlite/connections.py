@@ -1,4 +1,4 @@
-"""Connections to the journal's database: one that writes, any number that read; and its log."""
+"""Connections to the journal's database, one that writes and any number that read; and its write-ahead log."""
 
 # SQL is built from constants only, and values are bound as parameters, so the f-strings below are safe.
 
@@ -17,7 +17,7 @@ _left_open: list[sqlite3.Connection] = []  # see close_keeping_log
 
 
 def has_log(path: Path) -> bool:
-    """Whether there is a log. If so, the database may lack some of the log's pages, and can't be read without it."""
+    """Whether there is a write-ahead log. The database alone may lack some of the pages, and can't be read then."""
     log = path.with_name(path.name + "-wal")
     return log.exists() and log.stat().st_size > 0
 

@@ -1,5 +1,5 @@
 """The statements of a transaction: as few as possible. One statement inserts up to 512 tasks, outcomes or dead letters.
-Statements are prepared for a few numbers of rows. If there are fewer rows, the others are NULL, and are skipped.
+A statement has room for one of the numbers of rows in _ROWS; its WHERE skips rows that stay unused, which are NULL.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -18,7 +18,7 @@ from multigpu_master.journal.sqlite.schema import SETTING_EPOCH
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 TASK_FIELDS, OUTCOME_FIELDS = 8, 13
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # that a statement may have
 # Limit of the values of one statement: SQLite keeps in memory the values that were last bound to each prepared
 # statement.
 _STATEMENT_BYTES = 1 << 20

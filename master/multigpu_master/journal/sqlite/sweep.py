@@ -56,7 +56,9 @@ class Sweeper:
         self._segments = segments
         self._retention = retention
         self._now = retention.clock
-        self.removed_cursor = int(read_private(writer, SETTING_REMOVED) or 0)  # read from any thread; never too low
+        self.removed_cursor = int(
+            read_private(writer, SETTING_REMOVED) or 0
+        )  # raised before the rows go, so that no reader misses it
         self._dedupe_window_s = dedupe_window_s
         self._last_spec_digest = ""  # the last spec examined; "": begin with the first
         self._usage_at_s = 0.0  # the next sweep of usage
@@ -128,10 +130,12 @@ class Sweeper:
             raise
         if due_s is not None and due_s <= now:  # _STEP_BYTES was reached
             self._schedule(zone, now)
+        elif (
+            high >= self._last_cursor
+        ):  # the newest row stays for now; the zone gets more rows, which may expire sooner
+            self._schedule(zone, now + _PERIOD_S)
         elif due_s is not None:
             self._schedule(zone, max(due_s, now + _PERIOD_S))
-        elif high >= self._last_cursor:  # the newest row stays for now, and the zone may get more rows
-            self._schedule(zone, now + _PERIOD_S)
         return True
 
     def _due_s(self, low: int, high: int) -> float | None:
