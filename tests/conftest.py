@@ -1,6 +1,7 @@
 """Makes `tests` importable however pytest was started, and resets the log configuration after each test."""
 
 import faulthandler
+import logging
 import math
 import os
 import shutil
@@ -86,6 +87,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _log_by_default() -> Iterator[None]:
-    """The simulator and the hostile suite silence the log of the whole process."""
+    """The simulator and the hostile suite silence the log of the whole process. Programs that click runs in the process
+    send it to a stream of their test's: the interpreter has crashed in a write to one after the test.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     yield
     structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(capture=False)

@@ -1,8 +1,10 @@
 """Telemetry with a real OTLP service over gRPC, HTTP scrapes, and a process's stderr."""
 
 import contextlib
+import io
 import itertools
 import json
+import logging
 import os
 import select
 import socket
@@ -370,6 +372,13 @@ def test_logs_are_text_on_the_console() -> None:
     assert "ready" in line
     assert "workers=2" in line
     assert "\x1b" not in line
+
+
+def test_a_stream_without_a_file_has_each_line_at_once() -> None:
+    content = io.BytesIO()
+    telemetry.configure_logging("info", "json", stream=io.TextIOWrapper(content, encoding="utf-8"))
+    logging.getLogger("x").info("there")
+    assert b"there" in content.getvalue()
 
 
 def test_configuring_logging_twice_writes_each_line_once() -> None:

@@ -123,6 +123,7 @@ class _LossyStream:
     def _write(self, text: str) -> None:
         if self._fd < 0:
             self._stream.write(text)
+            self._stream.flush()
             return
         if self._stream.closed:
             raise ValueError("another file may have its number now")

@@ -156,8 +156,9 @@ def test_values_in_prometheus(fleet: Fleet) -> None:
     (info,) = found["mgpu_device_info"]
     assert (dict(info)["product"], dict(info)["simulated"]) == ("Simulated H200", "true")
     # A CPU has no samples of values that it does not report.
-    cpu = samples(fleet, "cpu")
-    assert cpu["mgpu_device_memory_total_bytes"][()] == fleet.worker("cpu").telemetry.memory_total_bytes
+    total = "mgpu_device_memory_total_bytes"
+    cpu = until(lambda: found if total in (found := samples(fleet, "cpu")) else None, what="a scrape with the CPU")
+    assert cpu[total][()] == fleet.worker("cpu").telemetry.memory_total_bytes
     assert "mgpu_device_temperature_celsius" not in cpu
     assert "mgpu_device_nvlinks_active" not in cpu
 
