@@ -53,7 +53,7 @@ async def _check(rng: random.Random, place: Path) -> None:
                 else:
                     new = [f"r{len(settled) + i}" for i in range(rng.choice((1, 5)))]
                     ended = [(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)]
-                    write_buffer.settles(ended, 1.0)
+                    write_buffer.append_settles(ended, 1.0)
                     settled += new
             if write_buffer._learning is not None:
                 await write_buffer._learning
