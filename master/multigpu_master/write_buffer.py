@@ -104,7 +104,7 @@ class WriteBuffer:
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
         self._request_filter = RequestFilter()
-        self._learning: asyncio.Future[None] | None = None
+        self._filter_load: asyncio.Future[None] | None = None
         # Deferred tasks by task_id: those deferred since the timer was last set, and those from before.
         self._deferred: dict[int, Task] = {}
         self._deferred_before: dict[int, Task] = {}
@@ -177,10 +177,10 @@ class WriteBuffer:
         records = [
             settle_record(task, body, now, submit_may_be_stored=task.task_id not in unwritten) for task, body in settled
         ]
-        if self._request_filter.full and (self._learning is None or self._learning.done()):
+        if self._request_filter.full and (self._filter_load is None or self._filter_load.done()):
             # Before `add`: a load reads the journal, which does not have these request_ids yet, and keeps only those
             # that are added after it has begun.
-            self.learn_requests()
+            self.load_request_filter()
         self._request_filter.add([task.request_id for task in tasks if task.request_id])
         pending = _Pending(Entry(settles=records), payload_messages.memory_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
@@ -220,10 +220,10 @@ class WriteBuffer:
         """The requests among these that the journal may know."""
         return self._request_filter.sift(request_ids)
 
-    def learn_requests(self) -> None:
+    def load_request_filter(self) -> None:
         """Loads the journal's request_ids into the filter, in the background: new request_ids then need no look-up."""
         settled = [t.request_id for p in self._pending.values() for t in p.settled]
-        self._learning = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
+        self._filter_load = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
 
     def _append(self, pending: _Pending, *, urgent: bool) -> None:
         self._pending[id(pending.entry)] = pending

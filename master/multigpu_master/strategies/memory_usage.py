@@ -1,7 +1,7 @@
 """memory_usage: the device with the most free memory; above the threshold a device gets nothing new.
 
 The reported free memory is as old as the last heartbeat, so the score subtracts what the tasks of all leases require.
-The memory of tasks that already use it counts twice.
+So the memory that these tasks already use counts twice.
 """
 
 from typing import ClassVar
