@@ -1,9 +1,9 @@
 """The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
 All of it runs in the event loop's thread. It never waits for a write to the disk: entries for the journal go to
-write_buffer.py, and dispatch does not wait for them. Of the outcomes, those of cancelled durable tasks wait for their
-write before they are sent (see `is_cancelled`); while the disk is full, those of all durable tasks do. The driver does
-read request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
+write_buffer.py, and dispatch does not wait for them. The driver sends an outcome before it is written, except if a
+durable task was cancelled (see `is_cancelled`), or a durable task ends while the disk is full. The driver does wait
+when it reads request_ids from SQLite and large results from files. Times are those of the master's clock (clock.py).
 """
 
 import asyncio
@@ -43,16 +43,15 @@ from multigpu_master.write_buffer import DURABLE_S, Done, WriteBuffer, set_resul
 log = structlog.get_logger()
 
 RunOutbox = Outbox[RunFrame]
-CANCEL_TASKS = 100  # in one event
+CANCEL_TASKS = 100  # limit of the tasks that one Cancel event ends: other calls run between two events
 
 # A task that ended, and its serialized outcome.
 Ended = tuple[Task, bytes | LargeBody]
 
 
 def is_cancelled(task: Task) -> bool:
-    """Whether the task was cancelled. Of a durable task, this outcome is sent once it is on the disk, because it
-    promises that the task does not run. Other outcomes of durable tasks are sent at once, unless the disk is full;
-    those of ephemeral tasks always are.
+    """Whether the task was cancelled. If it is durable, its outcome is sent only once it is on the disk: the outcome
+    promises that the task does not run again, but a master that starts from a journal without it would run the task.
     """
     return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
 
@@ -234,12 +233,12 @@ class Driver:
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Done | None,
         replaces: Mapping[str, int] = MappingProxyType({}),
     ) -> list[Task | ev.Rejection]:  # fmt: skip
-        """Submits tasks to the core. `done` is called when the accepted tasks are durable, or with an error when they
-        are lost; for ephemeral tasks, in the loop's next round. The caller must not acknowledge a task before that.
-        None: the caller acknowledges none, so tasks may be written as late as their outcomes.
+        """Submits tasks to the core. `done` is called when the accepted tasks are durable, or with an error when the
+        journal has rejected them; for ephemeral tasks, in the loop's next round. The caller must not acknowledge a task
+        before that. If it acknowledges none, it passes None: then tasks may be written as late as their outcomes.
 
-        `replaces`: by request_id, the dead letter that is deleted with the task's write. An ephemeral task is not
-        written and deletes no dead letter: a restart of the master would lose both.
+        `replaces` maps request_ids to task_ids of dead letters: the transaction that writes the task deletes the dead
+        letter. An ephemeral task is not written and deletes no dead letter: a restart of the master would lose both.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -254,7 +253,7 @@ class Driver:
             if done is None and not letters:
                 self._loop.call_soon(self.write_buffer.defer, fresh)
             else:
-                self._loop.call_soon(self.write_buffer.submits, fresh, done, letters, not stream)
+                self._loop.call_soon(self.write_buffer.append_submits, fresh, done, letters, not stream)
         else:
             self.done_soon(done)
         return submitted.results
@@ -292,11 +291,11 @@ class Driver:
         now_s = self.now()
         epoch = self._epoch = ids.next_epoch(self._epoch, now_s)
 
-        def begun(error: JournalError | None) -> None:
+        def epoch_written(error: JournalError | None) -> None:
             if error is None:  # else the master is stopping
                 self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
-        self.write_buffer.append(Entry(epoch=epoch), begun)
+        self.write_buffer.append(Entry(epoch=epoch), epoch_written)
 
     def _settled(self, command: ev.Settled) -> None:
         self.history.observe(command.tasks)
@@ -319,7 +318,7 @@ class Driver:
             if durable:
                 done = functools.partial(self._send_held, held) if held else None
                 # Later in the loop: this event's leases go to the workers first.
-                self._loop.call_soon(self.write_buffer.settles, durable, self.now(), done)
+                self._loop.call_soon(self.write_buffer.append_settles, durable, self.now(), done)
 
     def _send_held(self, ended: Sequence[Ended], error: JournalError | None) -> None:
         if error is None:
@@ -333,7 +332,9 @@ class Driver:
                     outbox.add_pending(-1)
 
     def join_held_outcome(self, task: Task, stream: int) -> bool:
-        """Returns whether the task's outcome waits for the disk. If so, the stream gets it when it is written."""
+        """If the task's outcome waits for the disk, adds the stream to those that get the outcome once it is written.
+        Returns whether it waits.
+        """
         streams = self._held_outcomes.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
@@ -348,7 +349,7 @@ class Driver:
         waiting, cancelled = deque(task for task in tasks if task.outcome is None), list[Task]()
         while waiting:
             count = min(CANCEL_TASKS, len(waiting))
-            if any(task.spec.durable for task in islice(waiting, count)):  # others are not written
+            if any(task.spec.durable for task in islice(waiting, count)):  # only those are written
                 count = min(count, self.write_buffer.cancellations_max())
             if not count:
                 rest = sum([task.outcome is None for task in waiting])

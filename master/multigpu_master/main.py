@@ -114,8 +114,8 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
 def backup(data_dir: Path, target: Path) -> None:
     """Copies the journal to TARGET, a new directory that a master can start from. A master may be running.
 
-    Exit codes: 0 the copy is whole, 3 there is no copy (the message says why), 4 there is a copy, which lacks what was
-    lost before the backup: it is listed.
+    Exit codes: 0 the copy is whole, 3 there is no copy (the message says why), 4 there is a copy, without what was lost
+    before the backup, and the losses are listed.
     """
     raise_descriptor_limit()  # every segment is opened
     lost = _or_exit(lambda: journal_backup.backup(data_dir, target, CHECKS))

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from multigpu_master.errors import CallError
 from multigpu_master.wire.payloads import Peer
 
-# Limits of a frame. The items of one call of `frame_for` stay in one frame, even if they pass these limits.
+# Limits of a frame. The items of one call of `frame_for` stay in one frame, even if they exceed these limits.
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
 

@@ -74,7 +74,7 @@ class Master:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.address = ""
-        self.fatal: str | None = None
+        self.fatal: str | None = None  # why the master ends with an error; None: it does not
         self.stop_requested = asyncio.Event()
         self.driver: Driver
         self._descriptors = descriptors
@@ -169,7 +169,7 @@ class Master:
 
     def _recover(self, driver: Driver, recovered: Recovered) -> tuple[int, int]:
         """Restores settings and tasks. Returns how many tasks, and how many workers are expected to reconnect."""
-        driver.write_buffer.learn_requests()
+        driver.write_buffer.load_request_filter()
         now = driver.now()
         expected = settings.restore(
             lambda event: driver.core.handle(event, now), driver.core.ledger.strategies, recovered.settings

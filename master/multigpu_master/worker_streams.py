@@ -64,8 +64,8 @@ class WorkerStreams:
         return outbox is not None and outbox.peer_name != process
 
     def close(self, session: int) -> None:
-        """Removes the outbox, and tells the core that the session is closed. A stopping master does not, because the
-        core would take the worker for lost and charge the attempts that run there.
+        """Removes the outbox, and tells the core that the session is closed; but not while the master stops, because
+        the core would take the worker for lost and charge the attempts that run there.
         """
         self._outboxes.pop(session, None)
         if not self.stopping:
@@ -84,7 +84,9 @@ class WorkerStreams:
         self._message(session, MESSAGE_BYTES).reload_handlers = True
 
     def dispatch(self, command: ev.Dispatch) -> None:
-        """Sends leases, in parts of one spec and at most FRAME_BYTES, or of one larger lease."""
+        """Sends leases in parts. All leases of a part have the same spec. A part has at most FRAME_BYTES, or one lease
+        that is larger.
+        """
         outbox = self._outboxes.get(command.session)
         if outbox is None:
             return

@@ -2,8 +2,8 @@
 
 An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks whose
 client wants no acceptance, only the outcome, are deferred for up to DEFER_S, in memory: most of them settle meanwhile,
-and only their outcome is written. An entry that is reported as durable is written after all entries that were accepted
-before it; on a full disk, small cancellations overtake outcomes.
+and only their outcome is written. An entry with a `done` callback is written after all tasks and entries that were
+added before it, except that on a full disk small cancellations overtake outcomes.
 """
 
 import asyncio
@@ -31,16 +31,17 @@ JOURNAL_BACKLOG_BYTES = 64 << 20
 LINGER_BYTES_MAX = 256 << 10
 # A larger batch of outcomes becomes several entries: on a full disk, some of them may fit.
 ENTRY_BYTES_MAX = 256 << 10
-# How long an entry waits for others. Each transaction makes the event loop wait for Python's global lock (GIL).
+# How long an entry waits for others, to reduce the number of transactions: each of them makes the event loop wait for
+# Python's global lock (GIL).
 LINGER_S = 0.02
-# Deferred tasks are written after half of this time to all of it; earlier if `flush` is called, or an entry with a
-# `done` callback is passed to the journal.
+# A deferred task is written between DEFER_S / 2 and DEFER_S after `defer`; earlier if `flush` is called, or if an entry
+# with a `done` callback is passed to the journal.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
 # A call waits for at most this long until its changes are on the disk, which may be full.
 DURABLE_S = 10.0
 
-# Space for any transaction, and for each cancellation in it: a page of tasks and a page of an index.
+# Disk space that a transaction needs, and what each cancellation in it adds: a page of tasks and a page of an index.
 TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 
 Done = Callable[[JournalError | None], None]
@@ -103,7 +104,7 @@ class WriteBuffer:
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
         self._request_filter = RequestFilter()
-        self._learning: asyncio.Future[None] | None = None
+        self._filter_load: asyncio.Future[None] | None = None
         # Deferred tasks by task_id: those deferred since the timer was last set, and those from before.
         self._deferred: dict[int, Task] = {}
         self._deferred_before: dict[int, Task] = {}
@@ -114,7 +115,7 @@ class WriteBuffer:
         self._linger_timer: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
 
-    def submits(
+    def append_submits(
         self, fresh: Sequence[Task], done: Done | None, replaced: Sequence[tuple[int, int]], urgent: bool
     ) -> None:
         """Writes tasks that the core has accepted. `replaced`: pairs of a task_id and the dead letter that is deleted
@@ -158,7 +159,9 @@ class WriteBuffer:
         self._pending_bytes += pending.size
         self._lingering.insert(0, pending)
 
-    def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], now: float, done: Done | None = None) -> None:
+    def append_settles(
+        self, settled: Sequence[tuple[Task, bytes | LargeBody]], now: float, done: Done | None = None
+    ) -> None:
         """Writes the outcomes of tasks that settle now: (task, serialized Outcome). `done` is called when they are
         durable.
         """
@@ -166,16 +169,18 @@ class WriteBuffer:
         if len(settled) > 1 and sum(map(len, bodies)) > ENTRY_BYTES_MAX:
             half = len(settled) // 2
             either = after_both(done) if done is not None else None  # on a full disk, either half may be written first
-            self.settles(settled[:half], now, either)
-            self.settles(settled[half:], now, either)
+            self.append_settles(settled[:half], now, either)
+            self.append_settles(settled[half:], now, either)
             return
         tasks = [task for task, _ in settled]
         unwritten = self._forget_deferred(tasks)
         records = [
             settle_record(task, body, now, submit_may_be_stored=task.task_id not in unwritten) for task, body in settled
         ]
-        if self._request_filter.full and (self._learning is None or self._learning.done()):
-            self.learn_requests()  # before `add`: the journal does not have these request_ids yet
+        if self._request_filter.full and (self._filter_load is None or self._filter_load.done()):
+            # Before `add`: a load reads the journal, which does not have these request_ids yet, and keeps only those
+            # that are added after it has begun.
+            self.load_request_filter()
         self._request_filter.add([task.request_id for task in tasks if task.request_id])
         pending = _Pending(Entry(settles=records), payload_messages.memory_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
@@ -215,10 +220,10 @@ class WriteBuffer:
         """The requests among these that the journal may know."""
         return self._request_filter.sift(request_ids)
 
-    def learn_requests(self) -> None:
+    def load_request_filter(self) -> None:
         """Loads the journal's request_ids into the filter, in the background: new request_ids then need no look-up."""
         settled = [t.request_id for p in self._pending.values() for t in p.settled]
-        self._learning = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
+        self._filter_load = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
 
     def _append(self, pending: _Pending, *, urgent: bool) -> None:
         self._pending[id(pending.entry)] = pending
@@ -288,7 +293,9 @@ class WriteBuffer:
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed, and must be read again by a new master: {error}")
             return
-        if error is not None or not entries:  # see CommitCallback: entries are also committed while the journal is full
+        # Committed entries do not show that there is room: entries without submits are committed while the journal is
+        # full, too. See CommitCallback.
+        if error is not None or not entries:
             self._set_writable(error)
         settled: list[Task] = []
         for entry in entries:

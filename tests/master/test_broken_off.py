@@ -24,7 +24,7 @@ async def test_a_submit_is_acknowledged_after_another_in_its_transaction_was_can
     gone: asyncio.Future[JournalError | None] = loop.create_future()
     waiting: asyncio.Future[JournalError | None] = loop.create_future()
     for future in (gone, waiting):  # not urgent: they go to the disk together
-        write_buffer.submits([], set_result_of(future), (), False)
+        write_buffer.append_submits([], set_result_of(future), (), False)
     gone.cancel()
     assert await asyncio.wait_for(waiting, 120) is None
     await asyncio.wait_for(write_buffer.flush_and_wait(), 120)

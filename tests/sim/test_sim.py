@@ -164,7 +164,7 @@ def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_reject
     answered: list[list[Task]] = []
     write_buffer.defer([task])
     write_buffer.flush()
-    write_buffer.submits([], lambda _error: answered.append(gone), (), urgent=False)
+    write_buffer.append_submits([], lambda _error: answered.append(gone), (), urgent=False)
     world.after(3.0, lambda: setattr(journal, "disk_full", False))
     while world.now < world.start + 6.0 and world.step():
         pass

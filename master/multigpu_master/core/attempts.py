@@ -1,12 +1,12 @@
 """Decides what follows a lease that ends without success: another attempt, or the task's end.
 
 - An attempt that failed, or ran when its worker was lost, is charged to the task. The next attempt begins after a
-  pause, on another device if one is free then; after attempts_max charged attempts, and one for each blamed device
+  pause, on another device if one is free then; after attempts_max charged attempts, and one more for each blamed device
   (quarantine.py), the task becomes a dead letter. An error that is not retryable ends the task as FAILED at once.
-- A *loss* is a lease that ends uncharged: its worker was lost while it waited in the window, or the worker lost it or
-  returned it (unless its device is sick). But a task may kill its workers before they can report that it runs. So after
-  the second such loss and each later one, the task pauses, longer each time: this separates it from other tasks that
-  were lost with it. After more than LOSSES_MAX losses the task becomes a dead letter.
+- A *loss* is a lease that ends uncharged: its worker was lost while the lease waited in the window, or lost the lease,
+  or returned it (unless the device is sick). But a task may kill its workers before they can report that it runs. So
+  after the second such loss and each later one, the task pauses, longer each time: this separates it from other tasks
+  that were lost with it. After more than LOSSES_MAX losses the task becomes a dead letter.
 - If a gang (gangs.py) loses a worker, the loss counts in the same way and is not charged, even if the gang ran.
 - An attempt that the master interrupts, for example at a drain deadline, is not charged, however often that happens.
 """
@@ -139,6 +139,7 @@ class Attempts:
         extra.ended_attempts = (*extra.ended_attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _uncharge(self, lease: Lease) -> None:
+        """Takes the charge of the lease's attempt back, unless the task has had a later attempt."""
         task, gang = lease.task, lease.gang
         if lease.running or (gang is not None and (gang.succeeded or any(x.running for x in gang.leases))):
             task.ensure_extra().begun = True  # the queue_timeout no longer applies, although no attempt is counted
@@ -226,9 +227,10 @@ class Attempts:
         the lease: the worker has session_timeout_s to return it, or to report that the task has begun.
         """
         lease, timeout_s = task.lease, task.spec.queue_timeout_s
+        # There is no limit, or an attempt has begun: an earlier, charged one, or the current one.
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
-        if task.extra is not None and task.extra.begun:
+        if task.extra is not None and task.extra.begun:  # an uncharged attempt has begun
             return
         if now < task.submit_s + timeout_s:
             return  # an old expiry: the task became a dead letter, and was requeued with its task_id and a new submit_s
@@ -243,7 +245,7 @@ class Attempts:
 
     def _run_timeout(self, task: Task, when_s: float, now: float) -> None:
         """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. Charges the
-        task only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
+        task only if the attempt has begun. If the worker is loading the task's model now, the limit begins anew.
         `when_s`: the time of the expiry, which may be that of an earlier lease.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s

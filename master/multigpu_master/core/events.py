@@ -88,7 +88,9 @@ class SettlesCommitted:
 
 @dataclass(slots=True)
 class IdsRenewed:
-    """The answer to RenewIds: the journal has reserved a range of ids from `first_id` on, all of them unused."""
+    """The answer to RenewIds: the journal has reserved the ids from `first_id` to the end of that id's epoch
+    (EPOCH_IDS, model.py), all of them unused.
+    """
 
     first_id: int
 
@@ -115,26 +117,27 @@ class HeldLease:
     task_id: int
     attempt: int
     running: bool = False
-    fraction: float = 0.0
+    # The progress that the task has reported.
+    fraction: float = 0.0  # the share that is done, 0 to 1
     steps: int = 0
     note: str = ""
     checkpoint: bytes = b""
-    log: str = ""  # the last lines; empty: unchanged
+    log: str = ""  # the last lines that the attempt has written; "": unchanged
     granted_by_this_journal: bool = False  # in a hello: a master of this journal granted it to this worker
 
 
 @dataclass(slots=True)
 class Hello:
-    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. A lease that is not adopted
-    is revoked, for example one of another journal: its lease_id or task_id is `ids_end` or above, or its
-    `granted_by_this_journal` is False.
+    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. The master adopts or revokes
+    each of the leases. It always revokes leases of another journal: those whose lease_id or task_id is not below
+    `ids_end`, and those whose `granted_by_this_journal` is False.
     """
 
     session: int
     info: WorkerInfo
     leases: Sequence[HeldLease] = ()
     ids_end: int = 1 << 53
-    token_id: str = ""  # of the session's token; "": it has none
+    token_id: str = ""  # of the token with which the worker opened the session; "": without a token
 
 
 @dataclass(slots=True)
@@ -149,14 +152,14 @@ class Catalog:
 class Heartbeat:
     session: int
     leases: Sequence[HeldLease]
-    last_frame: int  # number of the last frame that the worker has received
+    last_frame: int  # the highest dispatch number (Dispatch.frame) that the worker has received in this session
     telemetry: Telemetry
     models: tuple[Resident, ...] = ()
     stopping: bool = False
     health: Health = HEALTHY
     engine: EngineReport = field(default_factory=EngineReport)
     catalog: Catalog | None = None  # None: unchanged
-    occupied_slots: int = 0
+    occupied_slots: int = 0  # slots in which cancelled calls still run
 
 
 @dataclass(slots=True)
@@ -166,13 +169,13 @@ class Failure:
     lease_id: int
     error: TaskError
     returned: bool = False
-    broke_engine: bool = False
+    broke_engine: bool = False  # the attempt broke its engine, through a fault of the task or of the device
 
 
 @dataclass(slots=True)
 class Reports:
-    """A worker's report on leases that ran together: the successes, with a result each, and the failures. Times in
-    seconds since the epoch, by the worker's clock; 0.0: unknown.
+    """A worker's report on leases that ran together: the successes, with a result each, and the failures. start_s and
+    finish_s are in seconds since 1970, by the worker's clock; 0.0: unknown.
     """
 
     session: int
@@ -191,7 +194,7 @@ class Reports:
 @dataclass(slots=True)
 class PartialOutput:
     lease_id: int
-    index: int
+    index: int  # in the order of all partial outputs of the task, from 0
     data: bytes
     content_type: str = ""
     checkpoint: bytes = b""  # that the task saved before this output
@@ -242,7 +245,7 @@ class CheckDevice:
 
 @dataclass(slots=True)
 class RegisterWorker:
-    """A worker that the previous master knew; it is lost until its hello."""
+    """A worker that the previous master knew; it is lost until its hello. Fields without a comment: see Worker."""
 
     info: WorkerInfo
     cordon: WorkerCordon | None = None
@@ -263,7 +266,7 @@ class LoadModel:
 
 @dataclass(slots=True)
 class UnloadModel:
-    """A worker must unload a model, once its leases have ended. A name without version: all its versions."""
+    """A worker must unload a model once the model has no leases. A name without version: all its versions."""
 
     worker_id: str
     model: str
@@ -289,7 +292,7 @@ class ConfigureQueue:
 class RestoreBreaker:
     """The circuit breaker had tripped before the master started."""
 
-    tripped_s: float
+    tripped_s: float  # when, in seconds since 1970
 
 
 @dataclass(slots=True)
@@ -359,10 +362,10 @@ class Welcome:
 
 @dataclass(slots=True)
 class Dispatch:
-    """Send these leases to the worker, as its frame number `frame`."""
+    """Send these leases to the worker."""
 
     session: int
-    frame: int
+    frame: int  # number of this dispatch in the session, from 1; heartbeats acknowledge it
     leases: list[Lease]
 
 
@@ -418,7 +421,7 @@ class WorkerChanged:
 class BreakerChanged:
     """The circuit breaker tripped, with a message for the operator, or was reset. The journal keeps tripped_s."""
 
-    tripped_s: float  # 0.0: it was reset
+    tripped_s: float  # when, in seconds since 1970; 0.0: it was reset
     message: str = ""
 
 

@@ -51,7 +51,7 @@ def conflict(
     durable: bool = True,
 ) -> ev.Rejection | None:  # fmt: skip
     """Compares a resubmit with the known task that has its request_id, which the other arguments describe. Returns a
-    rejection if they differ. `known_fingerprint` None: unknown. `state` is the outcome's; None: unsettled.
+    rejection if they differ. `known_fingerprint` None: unknown. `state`: of the known task's outcome; None: unsettled.
     """
     difference = _difference(kind, model, known_fingerprint, resubmit)
     if resubmit.spec.durable and not durable:

@@ -40,9 +40,9 @@ TOO_MANY_STREAMS = (
 
 
 class Core:
-    """See the module. Issues task_ids and lease_ids from `first_id` on, at most to the end of its epoch (EPOCH_IDS,
-    model.py); once IdsRenewed comes, from its first id on. No id from `first_id` on may have been issued before.
-    `random` returns 0.0 <= x < 1.0.
+    """See the module. Issues task_ids and lease_ids from `first_id` to the end of that id's epoch (EPOCH_IDS,
+    model.py); after an IdsRenewed, from IdsRenewed.first_id on. The caller must pass a `first_id` such that neither
+    this id nor a higher one was issued before. `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(

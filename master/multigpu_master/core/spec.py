@@ -12,8 +12,8 @@ class Spec:
     queue: str = "default"
     priority: int = 3
     labels: tuple[tuple[str, str], ...] = ()
-    memory_bytes: int = 0
-    deadline_s: float | None = None  # since the epoch
+    memory_bytes: int = 0  # free device memory that the task requires
+    deadline_s: float | None = None  # in seconds since 1970
     queue_timeout_s: float | None = None
     run_timeout_s: float | None = None
     attempts_max: int = 3
@@ -21,8 +21,8 @@ class Spec:
     backoff_max_s: float = 30.0
     durable: bool = True
     result_ttl_s: float = 86_400.0
-    wait_for_worker: bool = False
-    retry_failed: bool = False
+    wait_for_worker: bool = False  # accept the task even if no known worker could ever run it
+    retry_failed: bool = False  # run it even if its request_id is that of a task that did not succeed
     world_size: int = 1  # most workers that run the task together
     world_size_min: int = 0  # fewest workers; 0: world_size
     spread_ranks: bool = False  # the ranks are on as many hosts as possible; False: on as few

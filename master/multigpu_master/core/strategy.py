@@ -4,7 +4,8 @@ The core calls a strategy only for workers that can run the shape; their windows
 be lost. The strategy excludes further workers, and gives each of the others a score; the worker with the lowest score
 gets the task. Exclusion and score must depend on their arguments alone (no I/O, no clock, no state), so that the rpc
 Explain gets the same answer as dispatch. The core keeps a worker's score and exclusion for a shape until the worker
-changes (a lease is granted or ends, a heartbeat), or the fleet's averages do: they may change only then.
+changes (a lease is granted or ends, a heartbeat), or the fleet's averages change: so a strategy's answers may change
+only then.
 
 A strategy is a class that is named by an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 
@@ -32,8 +33,9 @@ class FleetView(Protocol):
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """Seconds to load the shape's model on the worker, plus the seconds to load again later the models that are
-        unloaded for it. 0.0: the model is loaded and stays, or is being loaded for a lease, or the tasks need no model.
+        """Seconds to load the shape's model on the worker, plus the seconds to reload later the models that are
+        unloaded for it. 0.0: the model is loaded and is not to be unloaded, or a granted lease already makes the worker
+        load it, or the tasks need no model.
         """
 
     def resident_workers(self, shape: Shape) -> int:

@@ -117,7 +117,9 @@ class _Certificate:
         self._logged = ""  # why the files were last rejected
 
     def use_if_changed(self, use: Callable[[], None]) -> None:
-        """Calls `use` if the contents of a file have changed. If it raises OSError, it is called again next time."""
+        """Calls `use` if the contents of a file have changed since the last call of `use` that raised no error. Logs an
+        error of `use`, or of reading the files.
+        """
         try:
             contents = [path.read_bytes() for path in self._paths]
             if contents == self._used:

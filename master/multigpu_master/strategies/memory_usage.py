@@ -1,7 +1,7 @@
 """memory_usage: the device with the most free memory; above the threshold a device gets nothing new.
 
-The reported free memory is as old as the last heartbeat, so the score subtracts what the tasks of all leases require,
-also of those that already use it: their memory counts twice.
+The reported free memory is as old as the last heartbeat, so the score subtracts what the tasks of all leases require.
+So the memory that these tasks already use counts twice.
 """
 
 from typing import ClassVar

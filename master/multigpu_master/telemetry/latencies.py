@@ -9,7 +9,7 @@ from multigpu_master.core.model import OutcomeState, Task
 
 # Upper bounds in seconds: three a decade.
 BOUNDS = tuple(float(f"{step}e{power}") for power in range(-3, 4) for step in (1, 2.5, 5))
-# Further kinds are counted together, as the kind "other".
+# Limit of the kinds that are counted separately. The others are counted together, as the kind "other".
 KINDS_MAX = 100
 MEASURES = (
     ("mgpu_task_queue_seconds", "From the submit of a task to its last dispatch."),

@@ -37,7 +37,7 @@ class Stage:
 
     def settle(self, task: Task) -> None:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, b"result")
-        self.write_buffer.settles([(task, self.outcomes.write(task))], 100.0)
+        self.write_buffer.append_settles([(task, self.outcomes.write(task))], 100.0)
 
     def close(self) -> list[int]:
         """Ends it, and returns the tasks that the next master would find."""
@@ -92,8 +92,8 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     stage = Stage(tmp_path, size_max_bytes=256 << 10)
     large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
     acknowledged: list[int] = []
-    stage.write_buffer.submits([large], ignore, (), urgent=False)
-    stage.write_buffer.submits(tasks(2), lambda _error: acknowledged.append(len(stage.events)), (), urgent=True)
+    stage.write_buffer.append_submits([large], ignore, (), urgent=False)
+    stage.write_buffer.append_submits(tasks(2), lambda _error: acknowledged.append(len(stage.events)), (), urgent=True)
     await until(lambda: bool(acknowledged))
     assert acknowledged == [2], "the core has heard of both rejections before"
     stage.close()
@@ -104,7 +104,7 @@ async def test_a_task_that_settled_is_not_forgotten_if_the_others_of_its_batch_a
     stage = Stage(tmp_path, size_max_bytes=256 << 10)
     small, large = tasks(1, 2)
     large.payload = bytes(200_000)
-    stage.write_buffer.submits([small, large], ignore, (), urgent=False)
+    stage.write_buffer.append_submits([small, large], ignore, (), urgent=False)
     stage.settle(small)
     await until(lambda: len(stage.events) > 1)
     assert stage.events == [ev.SubmitFailed([large]), ev.SettlesCommitted([small])]
@@ -120,7 +120,7 @@ async def test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_al
     handed_over: list[Entry] = []
     monkeypatch.setattr(SqliteJournal, "append", lambda _journal, *entries: handed_over.extend(entries))
     two, four = tasks(2, 4)
-    stage.write_buffer.submits([two, four], ignore, [(2, 1), (4, 3)], urgent=False)
+    stage.write_buffer.append_submits([two, four], ignore, [(2, 1), (4, 3)], urgent=False)
     stage.settle(two)
     await until(lambda: bool(handed_over))
     submitted, settled = handed_over
@@ -135,7 +135,7 @@ async def test_outcomes_that_do_not_fit_as_one_are_written_as_far_as_there_is_ro
     ended = tasks(*range(1, 17))
     for task in ended:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, bytes(1 << 20))
-    stage.write_buffer.settles([(task, stage.outcomes.write(task)) for task in ended], 100.0)
+    stage.write_buffer.append_settles([(task, stage.outcomes.write(task)) for task in ended], 100.0)
     await until(lambda: stage.journal.get_outcome(1) is not None)
     stage.close()
 
@@ -149,7 +149,7 @@ async def test_outcomes_in_two_entries_are_durable_once_both_are(order: tuple[in
     for task in ended:
         task.outcome = Outcome(OutcomeState.CANCELLED, task.submit_s + 1)
     told: list[JournalError | None] = []
-    stage.write_buffer.settles([(task, bytes(200 << 10)) for task in ended], 100.0, told.append)
+    stage.write_buffer.append_settles([(task, bytes(200 << 10)) for task in ended], 100.0, told.append)
     await until(lambda: len(written) == 2)
     for nth in order:
         assert not told, "the other one waits for room"
@@ -176,7 +176,7 @@ async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tm
     stage = Stage(tmp_path)
     stage.write_buffer.defer(tasks(1))
     acknowledged: list[JournalError | None] = []
-    stage.write_buffer.submits([], acknowledged.append, (), urgent=True)
+    stage.write_buffer.append_submits([], acknowledged.append, (), urgent=True)
     await until(lambda: bool(acknowledged))
     assert acknowledged == [None]
     assert stage.close() == [1]

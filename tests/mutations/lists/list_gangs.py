@@ -169,8 +169,8 @@ GANGS = (
     ),
     gangs(
         "a gang whose workers are idle is not tried",
-        "self.ready = not any(worker.leases for worker in self._reserved)",
-        "self.ready = False",
+        "self.reserved_idle = not any(worker.leases for worker in self._reserved)",
+        "self.reserved_idle = False",
     ),
     gangs("the workers of a gang get other tasks", "        lease.worker.gang_leases_limit = 0\n"),
     gangs(
@@ -199,7 +199,9 @@ GANGS = (
         "]",
     ),
     dispatch(
-        "a gang waits while all workers are reserved", "while (with_room or gangs.ready) and", "while with_room and"
+        "a gang waits while all workers are reserved",
+        "while (with_room or gangs.reserved_idle) and",
+        "while with_room and",
     ),
     dispatch(
         "a gang gets ids that were not begun",

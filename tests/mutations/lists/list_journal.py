@@ -92,7 +92,7 @@ JOURNAL = (
     ),
     driver(
         "P1: outcomes are told before they go to the journal",
-        "self._loop.call_soon(self.write_buffer.settles, durable, self.now(), done)",
+        "self._loop.call_soon(self.write_buffer.append_settles, durable, self.now(), done)",
         checker=DRIVER + "a_result_that_can_not_be_read_is_lost_alone",
     ),
     known(

@@ -151,7 +151,7 @@ STORE = (
     driver("P10: outcomes for a slow client fill the memory", "outbox.abort(ExhaustedError(", "_ = (ExhaustedError("),
     driver(
         "P2: two tasks have one id after a restart",
-        "self.write_buffer.append(Entry(epoch=epoch), begun)\n",
+        "self.write_buffer.append(Entry(epoch=epoch), epoch_written)\n",
         "begun(None)\n",
     ),
     clock(

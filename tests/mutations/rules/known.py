@@ -46,17 +46,17 @@ async def _check(rng: random.Random, place: Path) -> None:
             for _ in range(rng.randrange(2, 8)):
                 assert write_buffer.perhaps_known(settled) == settled, "a settled request is taken for new"
                 event = rng.randrange(3)
-                if event == 0 and (write_buffer._learning is None or write_buffer._learning.done()):
-                    write_buffer.learn_requests()
+                if event == 0 and (write_buffer._filter_load is None or write_buffer._filter_load.done()):
+                    write_buffer.load_request_filter()
                 elif event < 2:
                     await write_buffer.flush_and_wait()
                 else:
                     new = [f"r{len(settled) + i}" for i in range(rng.choice((1, 5)))]
                     ended = [(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)]
-                    write_buffer.settles(ended, 1.0)
+                    write_buffer.append_settles(ended, 1.0)
                     settled += new
-            if write_buffer._learning is not None:
-                await write_buffer._learning
+            if write_buffer._filter_load is not None:
+                await write_buffer._filter_load
             assert write_buffer.perhaps_known(settled) == settled, "a settled request is taken for new"
             await write_buffer.flush_and_wait()
             assert not fatal, fatal

@@ -335,7 +335,7 @@ class Master:
             if done is None and not letters:
                 self._loop.call_soon(self.write_buffer.defer, answer.fresh)
             else:
-                self._loop.call_soon(self.write_buffer.submits, answer.fresh, done, letters, not stream)
+                self._loop.call_soon(self.write_buffer.append_submits, answer.fresh, done, letters, not stream)
         elif done is not None:
             self._loop.call_soon(done, None)
         return answer.results
@@ -362,7 +362,7 @@ class Master:
                 for task in cancelled if error is None else ():
                     self._send_outcome(task, self._withdrawn.pop(task.task_id))
 
-            self._loop.call_soon(self.write_buffer.settles, durable, self.now, done if cancelled else None)
+            self._loop.call_soon(self.write_buffer.append_settles, durable, self.now, done if cancelled else None)
 
     def _send_outcome(self, task: Task, streams: Sequence[int]) -> None:
         assert task.outcome is not None, "it is settled"

@@ -1,5 +1,5 @@
 """Decides, for strategies that compare workers, which workers may get a task now, and which of these gets it. Explains
-why a worker may not. Dispatch, recall and explain use it. (pins.py is for pinned strategies.)
+why a worker may not get a task. Dispatch, recall and explain use it. (pins.py is for pinned strategies.)
 """
 
 from collections.abc import Collection
@@ -152,7 +152,7 @@ class Candidates:
             among, _ = sorted((with_room, eligible), key=len)
         for worker in among:
             if worker in with_room and worker in eligible:
-                self._rank(worker)
+                self._add(worker)
         self.compared = len(among)
 
     def best(self) -> Worker | None:
@@ -164,7 +164,7 @@ class Candidates:
             if heap[0].version != worker.version:
                 heappop(heap)
                 if worker in fleet.with_room:
-                    self._rank(worker)
+                    self._add(worker)
             elif backlog_suffices(fleet, strategy, shape, worker, backlog.size):
                 return worker
             else:
@@ -172,7 +172,7 @@ class Candidates:
                 backlog.too_few_tasks = True
         return None
 
-    def _rank(self, worker: Worker) -> None:
+    def _add(self, worker: Worker) -> None:
         """Adds a worker to the heap, unless it may not get the backlog's tasks now."""
         place = self._places.get(worker)
         if place is None or place.version != worker.version:

@@ -79,7 +79,7 @@ class Dispatcher:
         dispatched = dict[Worker, list[Lease]]()
         expired = blocked = 0
         gangs = self._gangs
-        while (with_room or gangs.ready) and (first := classes.first()) is not None and expired < DUE_MAX:
+        while (with_room or gangs.reserved_idle) and (first := classes.first()) is not None and expired < DUE_MAX:
             if ids.next_id >= ids.end:
                 break
             backlog, resource_class, task = first

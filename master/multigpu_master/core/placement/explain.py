@@ -97,9 +97,9 @@ def _avoided(fleet: Fleet, strategy: Strategy, shape: Shape, task: Task) -> list
 
 
 def _ahead(core: Core, task: Task) -> int | None:
-    """How many waiting tasks of the task's queue have a more important priority, or the same and a lower task_id.
-    Those of other shapes may wait longer than it. None: it is leased, settled, or in the back-off before its next
-    attempt.
+    """How many waiting tasks of the task's queue have a more important priority, or the same and a lower task_id. Some
+    of these may be dispatched later than the task, because they have another shape. None: the task is leased, settled,
+    or in the pause before its next attempt.
     """
     if not task.waiting:
         return None
@@ -166,8 +166,8 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
 
 
 def _gang_start(core: Core, shape: Shape, now: float) -> str:
-    """Says in how many seconds enough workers may be idle; "" if too few workers accept tasks, or if their leases have
-    taken as long as earlier ones.
+    """Says in how many seconds enough workers may be idle; "" if too few workers accept tasks, or if the estimate is
+    about 0 s, because the leases have already run for their expected times.
     """
     able = one_per_device(sorted(
         (worker for worker in core.fleet.eligible(shape) if worker.accepting),

@@ -50,7 +50,7 @@ class Gangs:
         self._ids = ids
         # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
         self._key: BacklogKey | None = None
-        self.ready = False  # no reserved worker has a lease
+        self.reserved_idle = False  # there is a reservation, and none of its workers has a lease
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
         self._number = 0  # number of reservations so far
@@ -65,7 +65,7 @@ class Gangs:
         if self._key not in self._ledger.classes.backlogs:
             self._end()
             return
-        self.ready = not any(worker.leases for worker in self._reserved)
+        self.reserved_idle = not any(worker.leases for worker in self._reserved)
         old = [worker for worker in self._reserved if self._holds_old(worker)]
         for worker in self._reserved:
             limit = worker.usable_slots if old and worker not in old else 0
@@ -74,7 +74,7 @@ class Gangs:
                 self._fleet.room_changed(worker)
 
     def _holds_old(self, worker: Worker) -> bool:
-        """Whether it has a lease that was granted before the reservation."""
+        """Whether a reserved worker has a lease that was granted before the reservation."""
         return any(lease_id < self._first_id for lease_id in worker.leases)
 
     def choose_or_reserve(self, backlog: Backlog, task: Task, now: float) -> list[Worker] | None:
@@ -125,11 +125,11 @@ class Gangs:
         if gang is None or gang.succeeded or len(gang.leases) == task.spec.world_size:
             return
         queue = self._ledger.queues[task.spec.queue]
-        if queue.paused or self._ledger.clogged():  # it could not begin again
+        if queue.paused or self._ledger.clogged():  # the task could not begin again
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
         gang_workers = {rank.worker: None for rank in gang.leases}
-        # It could not use those of its workers that are drained or cordoned.
+        # Of the gang's workers, `able` lacks those that are drained or cordoned: a new attempt could not use them.
         able = self._able(strategy, shape, gang_workers, gang_workers)
         more = len(_free_devices(able, shape, gang_workers)) > len(gang.leases)
         if more and not self._earlier_task_could_use(task, gang_workers):
@@ -191,7 +191,7 @@ class Gangs:
         """Ends the reservation: another backlog may make one."""
         for worker in self._reserved:
             self._end_worker_reservation(worker)
-        self._key, self._reserved, self.ready = None, {}, False
+        self._key, self._reserved, self.reserved_idle = None, {}, False
         self._ledger.classes.unblock_all()
 
     def _end_worker_reservation(self, worker: Worker) -> None:

@@ -77,9 +77,9 @@ class Recalls:
             self._recall_for_urgent(over_slots, now)
 
     def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
-        """Recalls each waiting lease that a worker with a free slot may get. That worker is promised as many leases as
-        it has free slots. It is promised more if its window has room for more, but no more than `quota` in all: an
-        equal share, n // (f + 1), of the n leases that wait in a window, for f workers with free slots.
+        """Recalls each waiting lease that a worker with a free slot may get. Such a worker is promised as many leases
+        as it has free slots; or, if these are more, as many as its window has room for, but at most `quota`. If n
+        leases wait in a window, and f workers have free slots, `quota` is the equal share n // (f + 1).
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.usable_slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
@@ -124,7 +124,7 @@ class Recalls:
         return found
 
     def _recall_for_urgent(self, over_slots: list[Worker], now: float) -> None:
-        """Recalls leases for more urgent waiting tasks. Only of workers that have reported nothing for CHECK_S."""
+        """Recalls leases of workers that have reported nothing for CHECK_S, in favour of more urgent waiting tasks."""
         fleet = self._fleet
         stuck = [w for w in over_slots if now - w.pace.reported_s >= CHECK_S and w.accepting]
         backlogs = self._first_backlogs() if stuck else []

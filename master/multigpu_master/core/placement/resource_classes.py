@@ -1,9 +1,9 @@
 """Queued tasks, in the order in which they are dispatched: by priority, and then by task_id.
 
 - A *resource class* has the tasks of one queue, priority and shape.
-- A *backlog* has the resource classes of unpaused queues with the same strategy and shape, and the same worker if the
-  strategy is pinned. If no worker can take its first task, none can take the others. A backlog is *ready*, which means
-  that dispatch tries it, or *blocked* until one of its workers changes.
+- A *backlog* has the resource classes of unpaused queues with the same strategy and shape, and, if the strategy is
+  pinned (pins.py), the same worker. If no worker can take its first task, none can take the others. A backlog is
+  *ready*, which means that dispatch tries it, or *blocked* until one of its workers changes.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# put_back() searches only this many tasks at the front for a task's position. A task with more older tasks than that is
-# inserted after them, and so comes before some older tasks.
+# put_back() compares a task only with this many tasks at the front of its class. If all of these are older, it inserts
+# the task behind them, where it may precede still other older tasks.
 SEARCHED_MAX = 64
 # A class's deque, or a heap, with at most this many stale entries is not rebuilt.
 STALE_MIN = 64

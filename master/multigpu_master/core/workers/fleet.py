@@ -122,8 +122,8 @@ class Fleet:
         self.score_changed(worker)
 
     def score_changed(self, worker: Worker) -> None:
-        """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained room:
-        room_changed.)
+        """Call when a worker's score may have changed, or when it may have lost room. If it may have gained room, call
+        room_changed instead.
         """
         worker.version += 1
         if worker.accepting and not worker.full:
@@ -151,7 +151,7 @@ class Fleet:
         self._resident.clear()
         self.resident_changes += 1
 
-    # --- what they can run -------------------------------------------------------------------------------------------
+    # --- eligible workers --------------------------------------------------------------------------------------------
 
     @staticmethod
     def capability(worker: Worker, shape: Shape) -> Capability | None:
@@ -250,9 +250,9 @@ class Fleet:
         return bool(reserved_model) and reserved_model == self.model_id(worker, shape.kind, shape.model)
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """The expected time to load the shape's model, plus the time to load again later the models that must be
-        unloaded for it, in seconds. 0.0: it is loaded and stays, or a granted lease already makes the worker load it,
-        or the tasks need no model.
+        """The expected time to load the shape's model, plus the time to reload later the models that must be unloaded
+        for it, in seconds. 0.0: it is loaded and is not to be unloaded, or a granted lease already makes the worker
+        load it, or the tasks need no model.
         """
         residency = worker.residency
         model = residency.id_of_key.get((shape.kind, shape.model)) if self.any_offered_by_id else ""
@@ -297,7 +297,7 @@ class Fleet:
         # the model, and the size decides whether there is room for it.
         self.estimates_changes += self.sizes.changes != before
 
-    # --- how fast ----------------------------------------------------------------------------------------------------
+    # --- run times ---------------------------------------------------------------------------------------------------
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
         """The expected run time of a task, in seconds. See strategy.FleetView."""
@@ -340,7 +340,7 @@ class Fleet:
             pace.leases_max = min(pace.leases_max, window)
             self.score_changed(worker)
 
-    # --- what they hold ----------------------------------------------------------------------------------------------
+    # --- leases ------------------------------------------------------------------------------------------------------
 
     def add_lease(self, worker: Worker, lease: Lease, now: float) -> bool:
         """Adds a lease to the worker's window. Returns whether the worker has to load the task's model."""

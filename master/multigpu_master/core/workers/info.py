@@ -23,7 +23,7 @@ class HealthReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """A multigpu.v1.DeviceHealth. Times in seconds since the epoch, 0.0: none."""
+    """A multigpu.v1.DeviceHealth. Times in seconds since 1970; 0.0: none."""
 
     state: HealthState = HealthState.HEALTHY
     since_s: float = 0.0

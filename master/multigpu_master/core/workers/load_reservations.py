@@ -7,8 +7,8 @@ from its last loading; of the models that ask, the one that has asked longest ge
 models that must make room get no new leases there; their leases end as usual, and then the waiting model gets its
 lease. A reservation takes no room from pinned models, nor from models with leases of a more important priority.
 
-So if n other models ask, a model waits for at most n + 1 periods before it begins to load. A period is the loading
-before it, a rest of the same length, and the time until the leases of the models to unload have ended.
+So if n other models ask, a model waits for at most n + 1 periods before it begins to load. A period is the loading of
+another model, a rest of the same length, and the time until the leases of the models to unload have ended.
 docs/decisions/0011-residency.md has the reasoning.
 """
 
@@ -45,6 +45,7 @@ class LoadReservations:
         self._timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(backlog, now))
 
     def _wait_s(self, backlog: Backlog) -> float:
+        """How long the first task waits before its model asks: the shortest time to load the model on any worker."""
         fleet, shape = self._fleet, backlog.shape
         loads_s = [
             worker.residency.load_s(model)
@@ -96,8 +97,9 @@ class LoadReservations:
     # --- reservations ------------------------------------------------------------------------------------------------
 
     def _reserve(self, backlog: Backlog) -> None:
-        """Reserves the worker with the fewest bytes to unload, of the reservable ones that can make enough room. A
-        worker that a backlog which asked earlier can use is reserved for that one.
+        """Reserves workers until one is reserved for this backlog: of the reservable ones that can make enough room,
+        the worker with the fewest bytes to unload first. A worker that can be used by a backlog which asked earlier is
+        reserved for that backlog instead.
         """
         free = [w for w in self._candidate_workers(backlog) if self._reservable(w)]
         sizes = {w: size for w in free if (size := self._bytes_to_unload(backlog, w)) is not None}

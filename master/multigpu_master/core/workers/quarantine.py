@@ -10,13 +10,14 @@ An engine may break because of the task or because of the device. Two observatio
 - a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
   requests a check from its worker, and each of these tasks gets another attempt. This needs another connected device
   to compare with.
-A device that is not fit when an engine breaks on it is blamed for that. One that reports that it is sick, for a reason
-of its own, is also blamed for the engines that broke on it before, and for those that made it suspect.
+A device that is not fit when an engine breaks on it is blamed for that: the task gets another attempt. A device that
+is reported as sick or recovering, for any reason but the requested check, is also blamed for the engines that broke on
+it before, including those for which it was suspected.
 
 The breaker counts the devices that were found sick or suspect within a window. If they are more than a share of the
 devices that are or were connected within it, the breaker trips, because they probably have a common cause (a driver, a
-power supply, a bad release); the last of them is not quarantined. Until an operator resets the breaker, only devices
-that can't run any task are quarantined.
+power supply, a bad release); the device that trips it is not quarantined. Until an operator resets the breaker, only
+devices that can't run any task are quarantined.
 """
 
 from dataclasses import dataclass, field
@@ -78,8 +79,8 @@ class Quarantine:
         own_findings = any(reason.code not in CODES_OF_ASKED_CHECKS for reason in health.reasons)
         worker.health = health
         if worker.requested_check and not worker.check_open:
-            # A restarted worker reports 0 until it passes a check: with the old number it would seem not to have
-            # passed.
+            # The check was passed. A restarted worker reports checks_passed = 0 until it passes another check: with the
+            # old requested_check, the passed check would then count as open.
             worker.requested_check = 0
             self._commands.worker_changed(worker, save=True)
         if first and self._is_suspected(worker):
@@ -118,7 +119,9 @@ class Quarantine:
         return len({w.device_key for w in self._fleet.workers.values() if w.session or w.heard_s > since_s})
 
     def _count_and_admit(self, worker: Worker, now: float) -> bool:
-        """Whether the breaker permits the quarantine of a worker. Counts it, and trips the breaker above its limit."""
+        """Counts the worker's device as sick or suspect, and trips the breaker if the count exceeds its limit. Returns
+        whether the breaker permits the quarantine of the worker.
+        """
         breaker = self.breaker
         if breaker.tripped_s:
             return False

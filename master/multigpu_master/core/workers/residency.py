@@ -61,7 +61,7 @@ class ModelSizes:
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """The models of one worker. Times are in seconds since the epoch."""
+    """The models of one worker. Times are in seconds since 1970."""
 
     sizes: ModelSizes = field(default_factory=ModelSizes)
     limit_bytes: int = 0  # for all loaded models; 0: unknown
@@ -70,7 +70,8 @@ class Residency:
     id_of_key: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
     lease_counts: dict[str, int] = field(default_factory=dict)  # model -> live leases
-    unacknowledged_frames: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease
+    # Model -> dispatch number (Lease.frame) of its newest lease, until a heartbeat acknowledges this number.
+    unacknowledged_frames: dict[str, int] = field(default_factory=dict)
     replaced_by: dict[str, str] = field(default_factory=dict)  # model to be unloaded -> model that replaces it
     last_uses: dict[str, int] = field(default_factory=dict)  # model -> sequence number of its last grant or release
     loading_since_s: dict[str, float] = field(default_factory=dict)  # model -> when its loading began
@@ -79,7 +80,8 @@ class Residency:
     resting: bool = False  # the worker has just loaded a model
     rest_until_s: float = 0.0
     reserved_model: str = ""  # the model with a load reservation
-    retiring: dict[str, None] = field(default_factory=dict)  # models without new leases: reserved_model needs room
+    # Models that get no new leases, so that they can be unloaded for reserved_model.
+    retiring: dict[str, None] = field(default_factory=dict)
     # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
@@ -149,8 +151,9 @@ class Residency:
     # --- which models may be loaded ----------------------------------------------------------------------------------
 
     def blocked(self, model: str, *, idle: bool, for_rank: bool = False) -> Block | None:
-        """Returns why the model gets no lease here now; None: it may. `idle`: the worker holds no lease. `for_rank`:
-        the lease is of a gang's rank, which begins once the worker is idle and has unloaded all other models.
+        """Returns why the model gets no lease here now; None: it may get one. `idle`: the worker holds no lease.
+        `for_rank`: the lease is of a gang's rank, which begins once the worker is idle and has unloaded all other
+        models.
         """
         if model in self.unwanted:
             return Block.UNWANTED
@@ -254,7 +257,7 @@ class Residency:
         return not uses and not self.placed(model)
 
     def record_loaded(self, model: str, now: float) -> None:
-        """The model is loaded. The worker rests for as long as that took."""
+        """Records that the model is loaded. The worker then rests for as long as the loading took."""
         took_s = now - self.loading_since_s.pop(model)
         self.invalidate()
         if self.limit_bytes:
