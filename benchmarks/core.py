@@ -58,7 +58,7 @@ class Rig:
             elif isinstance(command, ev.RenewIds):
                 self.core.handle(ev.IdsRenewed(self.core.ids.end), self.now)
             elif isinstance(command, ev.Settled):
-                self.do("committed", ev.SettlesCommitted(command.tasks))
+                self.do("committed", ev.SettlesDone(command.tasks))
 
     def tasks(self, n: int) -> list[Task]:
         keys = self.keys

@@ -120,7 +120,7 @@ class Fleet:
                 self._do("renew", ev.IdsRenewed(self.core.ids.end), 1)
             elif isinstance(command, ev.Settled):
                 self.settled += len(command.tasks)
-                self._do("commit", ev.SettlesCommitted(command.tasks), len(command.tasks))
+                self._do("commit", ev.SettlesDone(command.tasks), len(command.tasks))
 
 
 def row(workers: int, queued: int, strategy: str = "auto", kinds: int = 1, queues: int = 1, frame: int = FRAME) -> None:

@@ -32,7 +32,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.outbox import Outbox
 from multigpu_master.telemetry.history import History
 from multigpu_master.telemetry.tracing import record_spans
-from multigpu_master.telemetry.usage import UsageLog
+from multigpu_master.telemetry.usage import UsageFlusher
 from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
@@ -77,7 +77,7 @@ NOT_DURABLE = (
     "once more"
 )
 # Events that no call waits for.
-_UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
+_UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesDone, ev.IdsRenewed, ev.StreamClosed, ev.SessionClosed)
 
 
 class BrokenError(CallError):
@@ -140,7 +140,7 @@ class Driver:
         # By task_id: the streams that get the outcome once it is on the disk.
         self._held_outcomes: dict[int, list[int]] = {}
         self.history = History(core, now)
-        self.usage = UsageLog(core.usage, self.write_buffer, now)
+        self.usage = UsageFlusher(core.usage, self.write_buffer, now)
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
@@ -161,7 +161,7 @@ class Driver:
             try:
                 self.requeued_before = self.core.ledger.counters.requeued
                 final: Sequence[int] = ()
-                if self._waiters and isinstance(event, (ev.SettlesCommitted, ev.SubmitFailed)):
+                if self._waiters and isinstance(event, (ev.SettlesDone, ev.SubmitFailed)):
                     # Read now: on SubmitFailed the core sets the task_ids of unsettled tasks to 0.
                     final = [task.task_id for task in event.tasks]
                 commands = self.core.handle(event, self.now())

@@ -99,12 +99,12 @@ class WorkerStreams:
             if task.spec is not spec or (part and part_bytes + size > FRAME_BYTES):
                 # Heartbeats acknowledge the highest number that came. A worker that acknowledges dispatch N must have
                 # all leases of N. So only the last part has the number N; the earlier parts have N - 1.
-                self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
+                self._put_leases(command.session, outbox, part, part_bytes, command.number - 1)
                 part, spec = [], task.spec
                 part_bytes = len(spec.wire)
             part.append(lease)
             part_bytes += size
-        self._put_leases(command.session, outbox, part, part_bytes, command.frame)
+        self._put_leases(command.session, outbox, part, part_bytes, command.number)
 
     def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
         """Adds a part of a dispatch, of `size` bytes. Leases whose payloads can't be read are reported as

@@ -309,7 +309,7 @@ class WriteBuffer:
         if settled:
             if error is None:
                 self.last_cursor = first_cursor + sum([len(entry.settles) for entry in entries]) - 1
-            self._handle(ev.SettlesCommitted(settled))
+            self._handle(ev.SettlesDone(settled))
             self._on_outcomes_committed()
         self._backlog_fell.set()
 

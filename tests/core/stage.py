@@ -74,10 +74,12 @@ class Stage:
         failure = ev.Failure(lease.lease_id, TaskError(error, "no good"), returned, broke_engine)
         return self.handle(ev.Reports(lease.worker.session, failures=[failure], finish_s=clock_s), after_s)
 
-    def beat(self, name: str = "w", *, running: bool = False, last_frame: int = 1 << 30, after_s: float = 0.0) -> None:
+    def beat(
+        self, name: str = "w", *, running: bool = False, last_dispatch_number: int = 1 << 30, after_s: float = 0.0
+    ) -> None:
         worker = self.core.fleet.workers[name]
         held = [held_lease(x, running=running) for x in worker.leases.values()]
-        self.handle(ev.Heartbeat(worker.session, held, last_frame, Telemetry()), after_s)
+        self.handle(ev.Heartbeat(worker.session, held, last_dispatch_number, Telemetry()), after_s)
 
 
 def held_lease(lease: Lease, *, running: bool = False) -> ev.HeldLease:

@@ -134,7 +134,7 @@ def test_a_task_that_ends_in_its_pause_does_not_stay_in_memory_until_the_pause_w
     stage, task = leased(replace(SPEC, backoff_initial_s=1e6, backoff_max_s=1e6))
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Cancel([task]))
-    stage.handle(ev.SettlesCommitted([task]))
+    stage.handle(ev.SettlesDone([task]))
     stage.worker()  # a new session of the worker, which no longer remembers the lease
     task_id = task.task_id
     del task

@@ -73,7 +73,7 @@ def test_a_requeued_dead_letter_takes_back_no_lease_of_an_attempt_before() -> No
     old = lease_of(task)
     stage.report(old, FAILED)
     assert state_of(task) is OutcomeState.DEAD_LETTERED
-    stage.handle(ev.SettlesCommitted([task]))
+    stage.handle(ev.SettlesDone([task]))
     stage.handle(ev.SessionClosed(stage.sessions))
     again = Task(task.spec, "", b"payload", task_id=task.task_id)
     assert stage.submitted([again]).fresh == [again]
@@ -141,9 +141,9 @@ def test_a_lease_that_the_worker_has_not_had_time_to_see_stays() -> None:
     stage, task = leased()
     lease = lease_of(task)
     session = lease.worker.session
-    stage.handle(ev.Heartbeat(session, [], lease.frame - 1, Telemetry()))
+    stage.handle(ev.Heartbeat(session, [], lease.dispatch_number - 1, Telemetry()))
     assert task.lease is lease
-    stage.handle(ev.Heartbeat(session, [], lease.frame, Telemetry()))
+    stage.handle(ev.Heartbeat(session, [], lease.dispatch_number, Telemetry()))
     assert task.lease is not lease
 
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_there_for_the_next_attempt() -> None:
     stage, task = leased()
     lease = lease_of(task)
     held = ev.HeldLease(lease.lease_id, task.task_id, 1, running=True, fraction=0.5, steps=3, checkpoint=b"half")
-    stage.handle(ev.Heartbeat(lease.worker.session, [held], lease.frame, Telemetry()))
+    stage.handle(ev.Heartbeat(lease.worker.session, [held], lease.dispatch_number, Telemetry()))
     assert (lease.fraction, lease.steps) == (0.5, 3)
     stage.beat(running=True)  # unchanged, so not sent again
     stage.handle(ev.SessionClosed(lease.worker.session))

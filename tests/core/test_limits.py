@@ -164,7 +164,7 @@ def test_errors_and_checkpoints_count_with_the_payloads() -> None:
     stage.handle(ev.Cancel([task]))
     assert stage.core.ledger.unsettled_bytes == 0
     assert stage.core.ledger.uncommitted_bytes
-    stage.handle(ev.SettlesCommitted([task]))
+    stage.handle(ev.SettlesDone([task]))
     assert stage.core.ledger.uncommitted_bytes == 0
 
 

@@ -36,7 +36,7 @@ def test_a_rejected_task_does_not_affect_the_next_with_its_request_id(succeeds: 
     stage.handle(ev.SubmitFailed([rejected]))  # its outcome is still on its way to the disk
     (taken,) = stage.submit(request="r")
     assert taken is not rejected
-    stage.handle(ev.SettlesCommitted([rejected]))
+    stage.handle(ev.SettlesDone([rejected]))
     assert stage.submit(request="r") == []
     assert stage.core.ledger.requests["r"] is taken
 
@@ -69,7 +69,7 @@ def test_a_request_id_that_its_client_withdrew_makes_a_new_task(durable: bool) -
     assert state_of(first) is OutcomeState.CANCELLED
     (second,) = stage.submit(spec=spec, request="r")
     assert second is not first
-    stage.handle(ev.SettlesCommitted([first] if durable else []))
+    stage.handle(ev.SettlesDone([first] if durable else []))
     assert stage.core.ledger.requests["r"] is second
 
 
@@ -117,7 +117,7 @@ def test_a_requeued_dead_letter_is_not_forgotten_with_the_task_whose_id_it_has()
     stage.handle(ev.SubmitFailed([task]))  # the outcome is still on its way to the disk
     again = Task(task.spec, "", b"payload", task_id=task.task_id)
     stage.submitted([again])
-    stage.handle(ev.SettlesCommitted([task]))
+    stage.handle(ev.SettlesDone([task]))
     assert stage.core.ledger.tasks.get(again.task_id) is again
 
 

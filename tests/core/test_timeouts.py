@@ -82,7 +82,7 @@ def test_the_queue_timeout_of_a_requeued_dead_letter_begins_anew() -> None:
     (first,) = stage.submit(spec=spec)
     stage.fail(lease_of(first), after_s=1.0)
     assert state_of(first) is OutcomeState.DEAD_LETTERED
-    stage.handle(ev.SettlesCommitted([first]))
+    stage.handle(ev.SettlesDone([first]))
     stage.handle(ev.SessionClosed(stage.sessions), 1.0)
     again = Task(spec, "", b"payload")
     again.task_id = first.task_id

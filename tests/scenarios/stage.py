@@ -63,7 +63,7 @@ class Stage:
                         f"{self._name(t)} {t.outcome.state.name}" for t in command.tasks
                         if t.outcome is not None and t.outcome.state.name != "SUCCEEDED"
                     ]  # fmt: skip
-                    lines += self._handle(ev.SettlesCommitted(command.tasks))
+                    lines += self._handle(ev.SettlesDone(command.tasks))
                 case ev.Submitted():
                     rejected = [r.message for r in command.results if isinstance(r, ev.Rejection)]
                     lines += [f"rejected: {rejected[0]}"] if rejected else []
@@ -103,7 +103,7 @@ class Stage:
             for x in worker.leases.values()
         ]
         models = tuple(Resident(model=name) for name in resident.split(",")) if resident else ()
-        return self._handle(ev.Heartbeat(worker.session, held, worker.frames_sent, telemetry, models))
+        return self._handle(ev.Heartbeat(worker.session, held, worker.dispatches_sent, telemetry, models))
 
     def _report(self, name: str, n: str, took_s: float, *, succeed: bool) -> list[str]:
         worker = self.core.fleet.workers[name]

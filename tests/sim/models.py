@@ -133,7 +133,7 @@ class ModelWorld:
             elif isinstance(command, ev.SendDesiredState):
                 self._desired(self.hosts[command.session - 1])
             elif isinstance(command, ev.Settled):
-                self.core.handle(ev.SettlesCommitted(command.tasks), self.now)
+                self.core.handle(ev.SettlesDone(command.tasks), self.now)
         self._watch_waits()
 
     # --- work and operators ------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class ModelWorld:
     def _granted(self, host: Host, command: ev.Dispatch, before: set[str]) -> None:
         worker = self.core.fleet.workers[host.worker_id]
         residency = worker.residency
-        host.frame = command.frame
+        host.frame = command.number
         fresh = [m for m in dict.fromkeys(x.task.spec.model for x in command.leases) if m not in before]
         for lease in command.leases:
             if lease.task.spec.model in residency.unwanted:

@@ -142,7 +142,7 @@ class Attempts:
         """Takes the charge of the lease's attempt back, unless the task has had a later attempt."""
         task, gang = lease.task, lease.gang
         if lease.running or (gang is not None and (gang.succeeded or any(x.running for x in gang.leases))):
-            task.ensure_extra().begun = True  # the queue_timeout no longer applies, although no attempt is counted
+            task.ensure_extra().queue_timeout_over = True
         if task.attempts == lease.attempt:
             task.attempts -= 1
 
@@ -230,7 +230,7 @@ class Attempts:
         # There is no limit, or an attempt has begun: an earlier, charged one, or the current one.
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
-        if task.extra is not None and task.extra.begun:  # an uncharged attempt has begun
+        if task.extra is not None and task.extra.queue_timeout_over:
             return
         if now < task.submit_s + timeout_s:
             return  # an old expiry: the task became a dead letter, and was requeued with its task_id and a new submit_s

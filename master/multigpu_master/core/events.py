@@ -78,7 +78,7 @@ class SubmitFailed:
 
 
 @dataclass(slots=True)
-class SettlesCommitted:
+class SettlesDone:
     """The core may forget these settled tasks. The journal has written their outcomes, or never will, because it has
     rejected the tasks, or had no room for the outcomes when it was closed.
     """
@@ -152,7 +152,7 @@ class Catalog:
 class Heartbeat:
     session: int
     leases: Sequence[HeldLease]
-    last_frame: int  # the highest dispatch number (Dispatch.frame) that the worker has received in this session
+    last_dispatch_number: int  # the highest Dispatch.number that the worker has received in this session
     telemetry: Telemetry
     models: tuple[Resident, ...] = ()
     stopping: bool = False
@@ -306,7 +306,7 @@ class Tick:
 
 
 Event = (
-    StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | IdsRenewed | Recover
+    StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesDone | IdsRenewed | Recover
     | Hello | Heartbeat | Reports | Partials | SessionClosed
     | Cordon | Uncordon | Drain | Forget | CheckDevice | RegisterWorker | SetStrategy | ConfigureQueue
     | LoadModel | UnloadModel | RestoreBreaker | ResetBreaker | Tick
@@ -365,7 +365,7 @@ class Dispatch:
     """Send these leases to the worker."""
 
     session: int
-    frame: int  # number of this dispatch in the session, from 1; heartbeats acknowledge it
+    number: int  # of this dispatch in the session, from 1; heartbeats acknowledge it
     leases: list[Lease]
 
 

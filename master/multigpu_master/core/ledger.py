@@ -264,7 +264,7 @@ class Ledger:
         extra = task.ensure_extra()
         extra.partials.append(data)
         extra.partial_content_types.append(content_type)
-        extra.partials_bytes += size
+        extra.outputs_and_log_bytes += size
         self._grow(extra, size)
 
     def keep_checkpoint(self, task: Task, checkpoint: bytes) -> bool:
@@ -305,7 +305,7 @@ class Ledger:
     def _set_log(self, extra: Extra, log: str) -> None:
         grown = len(log) - len(extra.log)
         extra.log = log
-        extra.partials_bytes += grown
+        extra.outputs_and_log_bytes += grown
         self._grow(extra, grown)
 
     def succeed(self, worker: Worker, leases: Sequence[Lease], now: float) -> list[Task]:

@@ -100,13 +100,13 @@ class Extra:
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
-    partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
-    kept_bytes: int = 0  # partials_bytes, checkpoint and last_error
+    outputs_and_log_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
+    kept_bytes: int = 0  # outputs_and_log_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
-    # Whether an attempt ran that Task.attempts does not count, or a worker's hello listed a lease of a gang as running.
-    # The task's queue_timeout then no longer applies.
-    begun: bool = False
+    # Whether the task's queue_timeout no longer applies, although Task.attempts may be 0: an uncharged attempt has run,
+    # or a worker's hello listed a lease of a gang as running.
+    queue_timeout_over: bool = False
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     lost_lease_id: int = 0  # of the newest of these losses
     sick_returns: int = 0  # times that a device fell sick while it ran the task
@@ -230,7 +230,7 @@ class Lease:
     worker: "Worker"
     attempt: int
     dispatch_s: float
-    frame: int  # number of the dispatch that granted it; 0: the worker held it before this session
+    dispatch_number: int  # Dispatch.number of the dispatch that granted it; 0: the worker held it before this session
     cost_s: float  # expected run time
     running: bool = False
     # When a hello or heartbeat first listed it as running, by the master's clock. For rank 0 of a gang that succeeded
@@ -250,11 +250,11 @@ class Lease:
         """Returns the attempt's (dispatch_s, start_s, finish_s), moved where needed so that none is before the one
         before it: the arguments may be times of the worker's clock, which may be wrong. A start of 0.0 is unknown.
 
-        A lease that the worker held before this session (frame 0) may have no dispatch time but that of its adoption.
+        A lease that the worker held before this session (number 0) may have no dispatch time but that of its adoption.
         If the attempt began before the adoption, it counts as dispatched when it began.
         """
         dispatch_s = self.dispatch_s
-        if start_s and not self.frame:
+        if start_s and not self.dispatch_number:
             dispatch_s = min(dispatch_s, max(self.task.submit_s, start_s))
         finish_s = max(finish_s, dispatch_s)
         return dispatch_s, min(max(start_s, dispatch_s), finish_s) if start_s else 0.0, finish_s
@@ -293,7 +293,7 @@ class Worker:
     token_id: str = ""  # of its last session with this master; "": no token, or no such session
     # The session.
     session: int = 0  # 0: lost
-    frames_sent: int = 0  # number of dispatches in this session
+    dispatches_sent: int = 0  # number of dispatches in this session
     connect_s: float = 0.0
     heard_s: float = 0.0
     stopping: bool = False  # the worker reports that it is stopping
@@ -320,10 +320,10 @@ class Worker:
     residency: Residency = field(default_factory=Residency)
     # What it has done.
     pace: Pace = field(default_factory=Pace)
-    last_dispatch: int = 0  # number of its newest lease, in the order of all leases that the fleet granted
+    newest_lease_number: int = 0  # number of its newest lease, in the order of all leases that the fleet granted
     succeeded: int = 0
     failed: int = 0
-    version: int = 0  # increased by each change that may change the worker's score
+    change_count: int = 0  # increased by each change of the worker
 
     @property
     def worker_id(self) -> str:

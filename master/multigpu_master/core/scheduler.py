@@ -76,7 +76,7 @@ class Core:
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
             ev.Submit: self._submit, ev.Cancel: self._cancel, ev.SubmitFailed: self._submit_failed,
-            ev.SettlesCommitted: self._committed, ev.IdsRenewed: self._ids_renewed, ev.Recover: self._recover,
+            ev.SettlesDone: self._committed, ev.IdsRenewed: self._ids_renewed, ev.Recover: self._recover,
             ev.Tick: self._tick,
             ev.Hello: sessions.hello, ev.Heartbeat: sessions.heartbeat, ev.Reports: sessions.reports,
             ev.Partials: sessions.partials, ev.SessionClosed: sessions.closed,
@@ -238,7 +238,7 @@ class Core:
                 task.task_id = 0
         self._commands.add(ev.RejectUnwritten(unsettled))
 
-    def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
+    def _committed(self, event: ev.SettlesDone, now: float) -> None:
         for task in event.tasks:
             assert task.outcome is not None, "a committed task must have an outcome"
             self.ledger.forget_committed(task)

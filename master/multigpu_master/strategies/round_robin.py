@@ -12,4 +12,4 @@ class RoundRobin(Strategy):
     score_meaning: ClassVar[str] = "the fleet's dispatch count when the worker last got a task"
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        return float(worker.last_dispatch)
+        return float(worker.newest_lease_number)

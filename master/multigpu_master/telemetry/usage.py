@@ -20,7 +20,7 @@ KEYS_MAX = 1000
 OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
 
 
-class UsageLog:
+class UsageFlusher:
     def __init__(self, usage: Usage, write_buffer: WriteBuffer, now: Callable[[], float]) -> None:
         self.totals: dict[UsageKey, UsageSums] = {}  # since the master started
         self._usage = usage

@@ -19,7 +19,7 @@ from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
 CHECKPOINT_BYTES_MAX = 1 << 20  # a larger checkpoint of a worker is ignored
-# Larger partial outputs of a task, all together (Extra.partials_bytes), are not sent to the next worker.
+# Larger partial outputs of a task, all together (Extra.outputs_and_log_bytes), are not sent to the next worker.
 RESENT_PARTIALS_BYTES_MAX = 1 << 20
 
 
@@ -69,12 +69,16 @@ def lease_batch(
 
 def extra_bytes(extra: Extra) -> int:
     """The approximate size of what a lease carries of an Extra."""
-    return len(extra.checkpoint) + len(extra.traceparent) + (extra.partials_bytes if _resends_partials(extra) else 0)
+    return (
+        len(extra.checkpoint)
+        + len(extra.traceparent)
+        + (extra.outputs_and_log_bytes if _resends_partials(extra) else 0)
+    )
 
 
 def _resends_partials(extra: Extra) -> bool:
     """Whether a lease carries the partial outputs of earlier attempts."""
-    return extra.partials_bytes <= RESENT_PARTIALS_BYTES_MAX
+    return extra.outputs_and_log_bytes <= RESENT_PARTIALS_BYTES_MAX
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:

@@ -54,7 +54,7 @@ class Models(Stage):
         worker = self.core.fleet.workers[name]
         residents = tuple(Resident(model=x, memory_bytes=400) if isinstance(x, str) else x for x in loaded)
         held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
-        beat = ev.Heartbeat(worker.session, held, worker.frames_sent, Telemetry(), residents, catalog=catalog)
+        beat = ev.Heartbeat(worker.session, held, worker.dispatches_sent, Telemetry(), residents, catalog=catalog)
         return self.handle(beat, after_s)
 
     def ask(self, name: str, **more: Any) -> Task:
@@ -399,7 +399,7 @@ def test_invalid_reports_are_rejected_or_truncated() -> None:
 
 def test_a_new_attempt_gets_the_outputs_of_the_last_one() -> None:
     task = Task(spec("a"), "", b"", task_id=1)
-    task.ensure_extra().partials, task.ensure_extra().partials_bytes = [b"one", b"two"], 6
+    task.ensure_extra().partials, task.ensure_extra().outputs_and_log_bytes = [b"one", b"two"], 6
     stage = Models()
     stage.offer()
     lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
@@ -411,7 +411,7 @@ def test_a_new_attempt_gets_the_outputs_of_the_last_one() -> None:
 
     batch = sent()
     assert list(batch.extras[0].partials) == [b"one", b"two"]
-    task.ensure_extra().partials_bytes = wire_leases.RESENT_PARTIALS_BYTES_MAX + 1
+    task.ensure_extra().outputs_and_log_bytes = wire_leases.RESENT_PARTIALS_BYTES_MAX + 1
     batch = sent()
     assert not batch.extras[0].partials
     assert batch.extras[0].partials_received == 2

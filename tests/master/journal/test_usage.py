@@ -7,7 +7,7 @@ from multigpu_master.core.spec import Spec
 from multigpu_master.core.usage import Usage, UsageSums
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
 from multigpu_master.journal.sqlite.usage import KEPT_S
-from multigpu_master.telemetry.usage import KEYS_MAX, OTHER, UsageLog
+from multigpu_master.telemetry.usage import KEYS_MAX, OTHER, UsageFlusher
 
 from tests.master.journal.journals import settle
 from tests.master.journal.test_journal import opened
@@ -48,7 +48,7 @@ def test_old_sums_are_deleted(tmp_path: Path) -> None:
 
 
 class Journal:
-    """What UsageLog writes."""
+    """What UsageFlusher writes."""
 
     def __init__(self) -> None:
         self.writable = True
@@ -66,7 +66,7 @@ def ended(usage: Usage, kind: str, device_s: float = 1.0) -> None:
 def test_keys_of_an_interval_are_limited() -> None:
     usage, journal = Usage(), Journal()
     clock_s = 1000.0
-    usage_log = UsageLog(usage, journal, lambda: clock_s)  # type: ignore[arg-type]
+    usage_log = UsageFlusher(usage, journal, lambda: clock_s)  # type: ignore[arg-type]
     for n in range(KEYS_MAX + 2):
         ended(usage, f"kind-{n}")
     usage_log.stop()
@@ -87,7 +87,7 @@ def test_keys_of_an_interval_are_limited() -> None:
 
 def test_sums_wait_while_the_disk_is_full() -> None:
     usage, journal = Usage(), Journal()
-    usage_log = UsageLog(usage, journal, lambda: 1000.0)  # type: ignore[arg-type]
+    usage_log = UsageFlusher(usage, journal, lambda: 1000.0)  # type: ignore[arg-type]
     journal.writable = False
     ended(usage, "embed")
     usage_log.stop()

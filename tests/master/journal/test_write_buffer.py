@@ -107,7 +107,7 @@ async def test_a_task_that_settled_is_not_forgotten_if_the_others_of_its_batch_a
     stage.write_buffer.append_submits([small, large], ignore, (), urgent=False)
     stage.settle(small)
     await until(lambda: len(stage.events) > 1)
-    assert stage.events == [ev.SubmitFailed([large]), ev.SettlesCommitted([small])]
+    assert stage.events == [ev.SubmitFailed([large]), ev.SettlesDone([small])]
     assert stage.journal.get_outcome(1) is not None
     stage.close()
 

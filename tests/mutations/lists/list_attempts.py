@@ -66,7 +66,11 @@ ATTEMPTS = (
     ),
     attempts_story("queue timeout of what runs", " or (lease is not None and lease.running):\n", ":\n"),
     attempts("queue timeout of a later attempt", "task.attempts > (lease is not None) or (lease", "(lease"),
-    attempts("queue timeout of a task that ran, and was interrupted", "task.ensure_extra().begun = True  #", "pass  #"),
+    attempts(
+        "queue timeout of a task that ran, and was interrupted",
+        "task.ensure_extra().queue_timeout_over = True\n        if task.attempts",
+        "pass\n        if task.attempts",
+    ),
     attempts("a lease meets the queue timeout", "None and now < due_s", "None:\n            return\n        if False"),
     attempts("queue_timeout leaves no time to report the start", "if lease is not None and now < due_s:"),
     attempts("a lease that is not begun stays", "            self._revoke(lease, NOT_BEGUN)", "            return"),

@@ -30,14 +30,14 @@ JOURNAL = (
     write_buffer(
         "P5: the core forgets a task that the journal does not answer for yet",
         "        self._append(pending, urgent=done is not None)\n",
-        "        self._append(pending, urgent=False)\n        self._handle(ev.SettlesCommitted(tasks))\n",
+        "        self._append(pending, urgent=False)\n        self._handle(ev.SettlesDone(tasks))\n",
     ),
     write_buffer(
         "a cancellation that was answered is undone by a kill",
         ", settled=tasks, done=done)\n",
         ", settled=tasks)\n        if done is not None:\n            done(None)\n",
     ),
-    write_buffer("P10: the core is not notified of committed outcomes", "self._handle(ev.SettlesCommitted(settled))"),
+    write_buffer("P10: the core is not notified of committed outcomes", "self._handle(ev.SettlesDone(settled))"),
     write_buffer(
         "P1: a task is run that the journal rejected", "self._handle(ev.SubmitFailed(pending.submitted))", seeds=1000
     ),

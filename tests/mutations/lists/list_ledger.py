@@ -31,7 +31,7 @@ LEDGER = (
         "        self._eligible.clear()\n        self._resident.clear()\n        self.score_changed(worker)\n",
         "        self._eligible.clear()\n        self.score_changed(worker)\n",
     ),
-    fleet("a change does not increment the worker's version", "worker.version += 1"),
+    fleet("a change does not increment the worker's version", "worker.change_count += 1"),
     fleet("labels ignored", "if worker.info.labels.get(key) != value:"),
     fleet("models ignored", "if not c.models or not shape.model or shape.model in c.models:\n", "if True:\n"),
     Mutation(
@@ -56,7 +56,7 @@ LEDGER = (
     fleet("P2: reports of a session that is over count", "self.sessions.pop(worker.session, None)"),
     fleet("a lost worker keeps its models", "worker.residency.end_session()"),
     fleet("a worker that left is believed to be leaving", "worker.stopping = False"),
-    fleet("a new session goes on with the old one's frames", "worker.frames_sent = 0"),
+    fleet("a new session goes on with the old one's dispatch numbers", "worker.dispatches_sent = 0"),
     model(
         "P10: a worker holds one lease more than it may",
         "if held < self.pace.leases_max:",

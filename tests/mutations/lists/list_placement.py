@@ -19,11 +19,11 @@ recall_story = partial(recall, checker="pytest")
 PLACEMENT = (
     scheduler("dispatch while the fleet is awaited", "not self.hold.active(now) and", ""),
     scheduler("P10: dispatch while the journal can't follow", "not self.ledger.clogged() and", ""),
-    dispatch("frames don't count up", "worker.frames_sent += 1"),
+    dispatch("dispatch numbers don't count up", "worker.dispatches_sent += 1"),
     dispatch(
-        "a lease names the frame before its own",
-        "now, worker.frames_sent + 1, cost_s)\n",
-        "now, worker.frames_sent, cost_s)\n",
+        "a lease names the dispatch before its own",
+        "            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.dispatches_sent + 1,",
+        "            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.dispatches_sent,",
     ),
     dispatch("P4: attempts are not counted", "            task.attempts += 1\n"),
     dispatch("blocked backlogs wait for changes of members", "elif classes.blocked:\n", "elif False:\n"),
@@ -85,7 +85,7 @@ PLACEMENT = (
     ),
     candidates(
         "a worker keeps its place",
-        "if place is None or place.version != worker.version:",
+        "if place is None or place.change_count != worker.change_count:",
         "if place is None:",
     ),
     dispatch_story(
@@ -97,11 +97,11 @@ PLACEMENT = (
     candidates(
         "exclusions of a strategy ignored", " or strategy.excludes(shape, worker, fleet) is not None:", ":", seeds=2000
     ),
-    candidates("a worker keeps its score", "if heap[0].version != worker.version:"),
+    candidates("a worker keeps its score", "if heap[0].change_count != worker.change_count:"),
     candidates_story(
         "the worst worker is chosen",
-        "return Place(score, worker.last_dispatch,",
-        "return Place(-score, worker.last_dispatch,",
+        "return Place(score, worker.newest_lease_number,",
+        "return Place(-score, worker.newest_lease_number,",
     ),
     candidates_story("no backlog waits to grow", "backlog.too_few_tasks = True"),
     candidates(

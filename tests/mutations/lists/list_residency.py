@@ -14,7 +14,9 @@ RESIDENCY = (
     residency("the limit is not kept by a byte", "mine <= self.limit_bytes", "mine <= self.limit_bytes + 100"),
     residency("unwanted models get leases", "        if model in self.unwanted:\n            return Block.UNWANTED\n"),
     residency(
-        "no pause between loads", "if idle or not (self.resting or self.loading_since_s):\n            return", "return"
+        "no pause between loads",
+        "if idle or not (self.cooling_down or self.loading_since_s):\n            return",
+        "return",
     ),
     residency("the pause between loads is halved", "now + took_s", "now + took_s / 2"),
     residency("models to be unloaded are not tracked", "self.replaced_by[other] = model", seeds=1000),
@@ -43,11 +45,11 @@ RESIDENCY = (
         "\n        self._timers",
     ),
     reservations(
-        "a worker is reserved without a rest",
-        "residency.reserved_model or residency.resting or",
+        "a worker is reserved without a cooldown",
+        "residency.reserved_model or residency.cooling_down or",
         "residency.reserved_model or",
     ),
-    pytest_reservations("a rest is never over", "worker.residency.resting = False"),
+    pytest_reservations("a cooldown is never over", "worker.residency.cooling_down = False"),
     pytest_reservations("pinned models make room", "m not in pinned and m not in important", "m not in important"),
     pytest_reservations("important models make room", "m not in pinned and m not in important", "m not in pinned"),
 )

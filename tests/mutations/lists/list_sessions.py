@@ -31,7 +31,7 @@ SESSIONS = (
         "leases = [x for x in worker.leases.values() if x.lease_id not in kept]",
         "leases = [x for x in worker.leases.values() if not kept and x.lease_id not in kept]",
     ),
-    sessions("a kept lease keeps its old frame", "lease.frame = 0"),
+    sessions("a kept lease keeps its old dispatch number", "lease.dispatch_number = 0"),
     sessions("P2: a settled task is leased again", "task.outcome is not None or task.lease is", "task.lease is"),
     sessions("P2: a task has two leases", "task.outcome is not None or task.lease is not", "task.outcome is not"),
     sessions("an adopted task stays in its class", "self._ledger.classes.remove(self._ledger.class_of(task), task)"),
@@ -64,7 +64,9 @@ SESSIONS = (
         "        if not event.by_master:\n            worker.heard_s = now\n        for",
         "        for",
     ),
-    sessions("a worker's models are not noted", "fleet.apply_models(worker, event.models, event.last_frame, now)"),
+    sessions(
+        "a worker's models are not noted", "fleet.apply_models(worker, event.models, event.last_dispatch_number, now)"
+    ),
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.eligibility_changed(worker)"),
     sessions("loading for ever", "fleet.forget_models_of_leases(worker)"),
@@ -78,11 +80,11 @@ SESSIONS = (
     sessions_story(
         "P7: a lease that its worker has lost is never given to another", "if len(worker.leases) > len(held):"
     ),
-    sessions("a lease on its way is taken for lost", "not in held and x.frame <= event.last_frame]", "not in held]"),
+    sessions("a lease on its way is taken for lost", "if x.dispatch_number <= event.last_dispatch_number]", "]"),
     sessions_story(
         "P7: a lost lease is missed only after the next dispatch",
-        "x.frame <= event.last_frame]",
-        "x.frame < event.last_frame]",
+        "x.dispatch_number <= event.last_dispatch_number]",
+        "x.dispatch_number < event.last_dispatch_number]",
     ),
     sessions(
         "P2: a result counts whoever holds the lease",

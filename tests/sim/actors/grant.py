@@ -34,7 +34,7 @@ class Grant:
                 x.lease_id, task.task_id, x.attempt, task.payload, proof, checkpoint, partials,
                 task.spec.run_timeout_s or 0.0,
             ))  # fmt: skip
-        return cls(command.session, command.frame, leases)
+        return cls(command.session, command.number, leases)
 
 
 def stored_outcome(record: SettleRecord) -> Outcome:

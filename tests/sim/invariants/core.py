@@ -54,10 +54,10 @@ class Invariants:
         self._rejected: dict[Task, None] = {}  # that the journal could not write
         self._recovered = 0
         self._live: dict[int, Task] = {}
-        self._frames: dict[int, int] = {}
+        self._dispatches: dict[int, int] = {}
         self._holders: dict[int, Worker] = {}
         self._drains: dict[Worker, float] = {}
-        self._carried: dict[int, int] = {}  # the frame of each live lease
+        self._carried: dict[int, int] = {}  # the dispatch number of each live lease
         self._ran_since: dict[int, float] = {}
         self._bytes_before = self._bytes_told = 0  # unsettled, and of partial outputs in the event
         self._health: dict[int, Health] = {}  # what each session said of its device last
@@ -84,7 +84,7 @@ class Invariants:
         elif isinstance(event, ev.Partials):
             self._bytes_before = self._core.ledger.unsettled_bytes
             self._bytes_told = sum([len(p.data) + PARTIAL_OVERHEAD_BYTES for p in event.partials])
-        elif isinstance(event, ev.SettlesCommitted):
+        elif isinstance(event, ev.SettlesDone):
             for task in event.tasks:
                 check(task in self._uncommitted, "task %s was committed and had not settled", task.task_id)
                 del self._uncommitted[task]
@@ -165,8 +165,8 @@ class Invariants:
         expired = sum([settled_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
         before = core.ledger.uncommitted_bytes - expired
         check(before <= core.ledger.limits.uncommitted_bytes_max, "a dispatch while the journal can't follow")
-        check(command.frame == self._frames.get(command.session, 0) + 1, "frames count up from 1")
-        self._frames[command.session] = command.frame
+        check(command.number == self._dispatches.get(command.session, 0) + 1, "dispatch numbers count up from 1")
+        self._dispatches[command.session] = command.number
         before = worker.leased_bytes - sum(len(x.task.payload) for x in command.leases[-1:])
         check(before < worker.info.window_bytes, "the window's bytes were exceeded on %s", worker.worker_id)
         shares = worker.leased_shares - sum(x.share for x in command.leases[-1:])
@@ -178,7 +178,7 @@ class Invariants:
         if free is not None and any(x.task.spec.memory_bytes for x in command.leases):
             check(worker.leased_memory_bytes <= free, "%s was promised memory it hasn't got", worker.worker_id)
         for lease in command.leases:
-            check(lease.frame == command.frame, "a lease has its frame's number")
+            check(lease.dispatch_number == command.number, "a lease has its dispatch's number")
             check(lease.lease_id not in self._granted, "lease %s was granted twice", lease.lease_id)
             self._granted[lease.lease_id] = lease.task
             self._grants[lease.lease_id, worker.worker_id, lease.task.task_id, lease.attempt] = None
@@ -255,7 +255,7 @@ class Invariants:
             gone = (
                 isinstance(event, ev.Heartbeat)
                 and lease_id not in {h.lease_id for h in event.leases}
-                and self._carried[lease_id] <= event.last_frame
+                and self._carried[lease_id] <= event.last_dispatch_number
             )
             limit = self._core.ledger.limits.bytes_max
             full = isinstance(event, ev.Partials) and self._bytes_before + self._bytes_told > limit
@@ -378,7 +378,7 @@ class Invariants:
                     raise ViolationError(f"{worker.worker_id} holds lease {lease_id}, which is not live")
                 if lease.gang is not None and len(worker.leases) > 1:
                     raise ViolationError(f"{worker.worker_id} runs a rank of task {task.task_id}, and other tasks")
-                live[lease_id], carried[lease_id], holders[lease_id] = task, lease.frame, worker
+                live[lease_id], carried[lease_id], holders[lease_id] = task, lease.dispatch_number, worker
                 if lease.running:
                     self._ran_since.setdefault(lease_id, now)
                 size += len(task.payload)

@@ -159,7 +159,9 @@ class Inputs:
                 raise ViolationError(f"{worker.worker_id} said {self._reported[session]}, known is {known}")
             for lease in worker.leases.values():
                 check(
-                    lease.frame <= worker.frames_sent, "lease %s came in a frame that was not sent yet", lease.lease_id
+                    lease.dispatch_number <= worker.dispatches_sent,
+                    "lease %s came in a dispatch that was not sent yet",
+                    lease.lease_id,
                 )
                 key = lease.task.spec.kind, lease.task.spec.model
                 self._loading.setdefault(worker, {})[key] = None

@@ -120,8 +120,8 @@ class Placement:
             ids = found and found.worker_id, best and best.worker_id
             check(found is best, "the dispatcher chose %s; the best of all is %s", *ids)
         elif found is not best:
-            found_score = strategy.score(shape, found, fleet), found.last_dispatch
-            best_score = strategy.score(shape, best, fleet), best.last_dispatch
+            found_score = strategy.score(shape, found, fleet), found.newest_lease_number
+            best_score = strategy.score(shape, best, fleet), best.newest_lease_number
             check(found_score == best_score, "%s ranks first, %s should", found.worker_id, best.worker_id)
         return found
 
@@ -135,4 +135,4 @@ class Placement:
             return able[0] if able and not obstacles(fleet, strategy, shape, able[0]) else None
         free = [w for w in able if not obstacles(fleet, strategy, shape, w)]
         free = [w for w in free if strategy.min_backlog(shape, w, fleet) <= queued or fleet.reserved(w, shape)]
-        return min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
+        return min(free, key=lambda w: (strategy.score(shape, w, fleet), w.newest_lease_number), default=None)

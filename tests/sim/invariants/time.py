@@ -145,7 +145,7 @@ class Time:
                 check(until_s > now, "task %s outlives its deadline", task.task_id)
                 self._timer("the deadline of task", task.task_id, until_s)
             # Not those of an earlier session: they are recalled at the latest when the wait for workers would end.
-            kept = lease is not None and lease.frame and task not in self._begun and not lease.recalled_in
+            kept = lease is not None and lease.dispatch_number and task not in self._begun and not lease.recalled_in
             recall_by_s = self._applied_by_s(task, _queue_until_s(task))
             if kept and recall_by_s <= now and not core.hold.active(now):
                 raise ViolationError(f"task {task.task_id} waits in a window past its queue timeout")

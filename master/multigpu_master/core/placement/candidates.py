@@ -117,9 +117,9 @@ class Place(NamedTuple):
     """
 
     score: float
-    last_dispatch: int
+    newest_lease_number: int
     worker_id: str
-    version: int  # the worker's, when the place was computed
+    change_count: int  # the worker's, when the place was computed
     worker: Worker
     obstacle: int
 
@@ -134,7 +134,7 @@ class Candidates:
     when workers are left out for these reasons.
 
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
-    worker's version changes. The caller drops all places when the fleet's eligible workers or estimates change.
+    worker's change_count changes. The caller drops all places when the fleet's eligible workers or estimates change.
     """
 
     __slots__ = ("_backlog", "_fleet", "_heap", "_places", "compared")
@@ -161,7 +161,7 @@ class Candidates:
         strategy, shape = backlog.strategy, backlog.shape
         while heap:
             worker = heap[0].worker
-            if heap[0].version != worker.version:
+            if heap[0].change_count != worker.change_count:
                 heappop(heap)
                 if worker in fleet.with_room:
                     self._add(worker)
@@ -175,7 +175,7 @@ class Candidates:
     def _add(self, worker: Worker) -> None:
         """Adds a worker to the heap, unless it may not get the backlog's tasks now."""
         place = self._places.get(worker)
-        if place is None or place.version != worker.version:
+        if place is None or place.change_count != worker.change_count:
             place = self._places[worker] = self._place(worker)
         if place.obstacle == NO_OBSTACLE:
             heappush(self._heap, place)
@@ -186,7 +186,7 @@ class Candidates:
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
         obstacle = obstacle_now(fleet, strategy, shape, worker)
         score = strategy.score(shape, worker, fleet) if obstacle == NO_OBSTACLE else 0.0
-        return Place(score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle)
+        return Place(score, worker.newest_lease_number, worker.worker_id, worker.change_count, worker, obstacle)
 
 
 def allowed_and_best(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
@@ -196,5 +196,5 @@ def allowed_and_best(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -
     strategy, shape = backlog.strategy, backlog.shape
     allowed = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
     free = [w for w in allowed if not w.full and not obstacle_now(fleet, strategy, shape, w)]
-    first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
+    first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.newest_lease_number), default=None)
     return allowed, first

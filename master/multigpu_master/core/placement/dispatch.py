@@ -107,7 +107,7 @@ class Dispatcher:
                     continue
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
-            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
+            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.dispatches_sent + 1, cost_s)
             if ledger.record_lease(lease, now):
                 # The worker will load the model, so other tasks for the model need no larger backlog to go there.
                 self._drop_candidates()
@@ -117,8 +117,8 @@ class Dispatcher:
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
         for worker, leases in dispatched.items():
-            worker.frames_sent += 1
-            self._commands.add(ev.Dispatch(worker.session, worker.frames_sent, leases))
+            worker.dispatches_sent += 1
+            self._commands.add(ev.Dispatch(worker.session, worker.dispatches_sent, leases))
             self._recalls.watch(worker, now)
 
     def _grant_gang(
@@ -139,8 +139,9 @@ class Dispatcher:
         leases = []
         for worker in workers:
             cost_s = self._fleet.expected_s(worker, backlog.shape, task.units)
-            leases.append(Lease(self._ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s))
-            dispatched[worker] = [leases[-1]]
+            member = Lease(self._ids.issue(), task, worker, task.attempts, now, worker.dispatches_sent + 1, cost_s)
+            leases.append(member)
+            dispatched[worker] = [member]
         form_gang(leases)
         self._ledger.record_gang(leases, now)
         return True

@@ -64,7 +64,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         if why_never is None:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
-    free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
+    free.sort(key=lambda c: (c.score, c.worker.newest_lease_number))
     # queued() requires a shape without a partition, and does not count this task unless it waits: hence at least 1.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
     compared = free if shape.world_size == 1 and not strategy.pinned else []  # else no backlog is too small

@@ -95,7 +95,7 @@ class Fleet:
 
     def open_session(self, worker: Worker, session: int, now: float) -> None:
         worker.session = session
-        worker.frames_sent = 0
+        worker.dispatches_sent = 0
         worker.stopping = False
         worker.health_reported = False
         worker.occupied_slots = 0
@@ -125,7 +125,7 @@ class Fleet:
         """Call when a worker's score may have changed, or when it may have lost room. If it may have gained room, call
         room_changed instead.
         """
-        worker.version += 1
+        worker.change_count += 1
         if worker.accepting and not worker.full:
             self.with_room[worker] = None
         else:
@@ -274,9 +274,9 @@ class Fleet:
             self._resident[shape] = count
         return count
 
-    def apply_models(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
+    def apply_models(self, worker: Worker, models: Sequence[Resident], last_dispatch_number: int, now: float) -> None:
         """Applies the list of models in a heartbeat."""
-        if worker.residency.apply_models(models, last_frame, now):
+        if worker.residency.apply_models(models, last_dispatch_number, now):
             self._resident_changed()
             self._record_sizes((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
@@ -359,11 +359,11 @@ class Fleet:
         lease.share = worker.shares.get(task.spec.kind, SLOT)
         worker.leased_shares += lease.share
         self._dispatches += 1
-        worker.last_dispatch = self._dispatches
+        worker.newest_lease_number = self._dispatches
         key, residency, loads = (task.spec.kind, task.spec.model), worker.residency, False
         if self.any_offered_by_id and (model := self.model_id(worker, *key)):
             lease.model = model
-            loads = residency.grant(model, lease.frame, now)
+            loads = residency.grant(model, lease.dispatch_number, now)
         elif key not in residency.granted_without_id:
             loads = self.load_s(worker, _plain_shape(key)) > 0
             residency.granted_without_id[key] = None

@@ -2,13 +2,14 @@
 
 Tasks whose model is placed nowhere wait while models in use fill every worker's memory, and new tasks for the models in
 use could make them wait for ever. So once the first task of a backlog has waited as long as its model takes to load,
-the model asks for a reservation of a worker. A worker is reserved for one model at a time, and not before it has rested
-from its last loading; of the models that ask, the one that has asked longest gets the worker. The least recently used
-models that must make room get no new leases there; their leases end as usual, and then the waiting model gets its
-lease. A reservation takes no room from pinned models, nor from models with leases of a more important priority.
+the model asks for a reservation of a worker. A worker is reserved for one model at a time, and not before the cooldown
+after its last loading is over; of the models that ask, the one that has asked longest gets the worker. The least
+recently used models that must make room get no new leases there; their leases end as usual, and then the waiting model
+gets its lease. A reservation takes no room from pinned models, nor from models with leases of a more important
+priority.
 
 So if n other models ask, a model waits for at most n + 1 periods before it begins to load. A period is the loading of
-another model, a rest of the same length, and the time until the leases of the models to unload have ended.
+another model, a cooldown of the same length, and the time until the leases of the models to unload have ended.
 docs/decisions/0011-residency.md has the reasoning.
 """
 
@@ -28,7 +29,7 @@ class LoadReservations:
         self._watched: dict[Backlog, None] = {}  # a timer checks each while it waits for room
         self._asking: dict[Backlog, None] = {}  # backlogs that ask for a reservation, the first to ask first
         self.by_backlog: dict[Backlog, tuple[Worker, str]] = {}  # the reservations: worker and model
-        self._resting: dict[Worker, None] = {}  # workers with a timer for the end of their rest
+        self._cooling_down: dict[Worker, None] = {}  # workers with a timer for the end of their cooldown
 
     # --- backlogs that wait ------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class LoadReservations:
 
     def _reservable(self, worker: Worker) -> bool:
         residency, for_gang = worker.residency, worker.gang_leases_limit is not None
-        busy = residency.reserved_model or residency.resting or residency.loading_since_s or for_gang
+        busy = residency.reserved_model or residency.cooling_down or residency.loading_since_s or for_gang
         return worker.accepting and not busy
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
@@ -172,31 +173,31 @@ class LoadReservations:
                 self._begin(backlog, worker)
                 return
 
-    # --- rest --------------------------------------------------------------------------------------------------------
+    # --- cooldown ----------------------------------------------------------------------------------------------------
 
-    def start_timer_of_rest(self, worker: Worker) -> None:
-        """Call when a worker may have loaded a model. If the worker rests, starts the timer for the end of its rest."""
-        if worker.residency.resting and worker not in self._resting:
-            self._resting[worker] = None
-            self._set_rest_timer(worker)
+    def start_cooldown_timer(self, worker: Worker) -> None:
+        """Call when a worker may have loaded a model. If so, starts the timer for the end of its cooldown."""
+        if worker.residency.cooling_down and worker not in self._cooling_down:
+            self._cooling_down[worker] = None
+            self._set_cooldown_timer(worker)
 
-    def _set_rest_timer(self, worker: Worker) -> None:
+    def _set_cooldown_timer(self, worker: Worker) -> None:
         def over(now: float) -> None:
-            if now < worker.residency.rest_until_s:
-                self._set_rest_timer(worker)
+            if now < worker.residency.cooldown_until_s:
+                self._set_cooldown_timer(worker)
                 return
-            del self._resting[worker]
-            worker.residency.resting = False
+            del self._cooling_down[worker]
+            worker.residency.cooling_down = False
             self._fleet.models_changed(worker)
             self._reserve_for_next(worker)
 
-        self._timers.at(worker.residency.rest_until_s, over)
+        self._timers.at(worker.residency.cooldown_until_s, over)
 
     def task_succeeded_on(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.loading_since_s:
             worker.residency.record_loaded(model, now)
-            self.start_timer_of_rest(worker)
+            self.start_cooldown_timer(worker)
 
 
 def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | None:

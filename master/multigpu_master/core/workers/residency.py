@@ -6,7 +6,7 @@ first, until there is enough memory. So the master controls loading through the 
 or where a lease on it is live or not yet acknowledged. Models *in use* can't be unloaded: those with leases, pinned
 models, those being loaded, and the model with a load reservation (load_reservations.py). A lease on another model is
 granted only where that model fits beside those in use, or none is in use. If models must be unloaded for it, the worker
-must also have rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most
+must also be idle, or its cooldown must be over, which takes as long as its last loading: a busy worker spends at most
 half of its time on loading.
 
 The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
@@ -70,15 +70,15 @@ class Residency:
     id_of_key: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
     lease_counts: dict[str, int] = field(default_factory=dict)  # model -> live leases
-    # Model -> dispatch number (Lease.frame) of its newest lease, until a heartbeat acknowledges this number.
-    unacknowledged_frames: dict[str, int] = field(default_factory=dict)
+    # Model -> dispatch_number of its newest lease, until a heartbeat acknowledges this number.
+    unacknowledged_dispatches: dict[str, int] = field(default_factory=dict)
     replaced_by: dict[str, str] = field(default_factory=dict)  # model to be unloaded -> model that replaces it
     last_uses: dict[str, int] = field(default_factory=dict)  # model -> sequence number of its last grant or release
     loading_since_s: dict[str, float] = field(default_factory=dict)  # model -> when its loading began
     operator_pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
     unwanted: dict[str, int] = field(default_factory=dict)  # ids to unload -> heartbeats in a row without them
-    resting: bool = False  # the worker has just loaded a model
-    rest_until_s: float = 0.0
+    cooling_down: bool = False  # the worker has just loaded a model
+    cooldown_until_s: float = 0.0
     reserved_model: str = ""  # the model with a load reservation
     # Models that get no new leases, so that they can be unloaded for reserved_model.
     retiring: dict[str, None] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Residency:
         reported = self.reported.get(model)
         if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.replaced_by:
             return True
-        return model in self.unacknowledged_frames or model in self.lease_counts
+        return model in self.unacknowledged_dispatches or model in self.lease_counts
 
     def loading(self, model: str) -> bool:
         """Whether the worker reports that it loads the model now."""
@@ -171,7 +171,7 @@ class Residency:
             return None
         if self.reserved_model:
             return Block.RESERVED
-        if idle or not (self.resting or self.loading_since_s):
+        if idle or not (self.cooling_down or self.loading_since_s):
             return None
         return Block.RESTING if self.excess_bytes(model) > 0 else None
 
@@ -195,7 +195,7 @@ class Residency:
             return 0
         self._use_newest_sizes()
         if self._placed_bytes is None:
-            known = dict.fromkeys((*self.reported, *self.unacknowledged_frames, *self.lease_counts))
+            known = dict.fromkeys((*self.reported, *self.unacknowledged_dispatches, *self.lease_counts))
             self._placed_bytes = sum(self.memory_of(m) for m in known if self.placed(m))
         return self._placed_bytes + self.memory_of(model) - self.limit_bytes
 
@@ -204,7 +204,7 @@ class Residency:
         excess, evicted = self.excess_bytes(model), list[str]()
         if excess > 0:
             used = self.in_use()
-            idle = [m for m in (self.reported | self.unacknowledged_frames) if m not in used and self.placed(m)]
+            idle = [m for m in (self.reported | self.unacknowledged_dispatches) if m not in used and self.placed(m)]
             for other in sorted(idle, key=self.last_use):
                 if excess <= 0:
                     break
@@ -223,7 +223,7 @@ class Residency:
 
     # --- leases and heartbeats ---------------------------------------------------------------------------------------
 
-    def grant(self, model: str, frame: int, now: float) -> bool:
+    def grant(self, model: str, dispatch_number: int, now: float) -> bool:
         """Records a lease on the model. Returns whether the worker has to load it."""
         uses = self.lease_counts.get(model, 0)
         loads = not uses and not self.placed(model)
@@ -231,9 +231,9 @@ class Residency:
             # Evicted models do not count as placed until a heartbeat lists `model`, or the leases on it have ended.
             for other in self.evicted_for(model):
                 self.replaced_by[other] = model
-                self.unacknowledged_frames.pop(other, None)
+                self.unacknowledged_dispatches.pop(other, None)
         self.lease_counts[model] = uses + 1
-        self.unacknowledged_frames[model] = frame
+        self.unacknowledged_dispatches[model] = dispatch_number
         self._note_use(model)
         if not uses:
             self.invalidate()
@@ -257,20 +257,20 @@ class Residency:
         return not uses and not self.placed(model)
 
     def record_loaded(self, model: str, now: float) -> None:
-        """Records that the model is loaded. The worker then rests for as long as the loading took."""
+        """Records that the model is loaded. The worker's cooldown then takes as long as the loading took."""
         took_s = now - self.loading_since_s.pop(model)
         self.invalidate()
         if self.limit_bytes:
-            self.resting = True
-            self.rest_until_s = max(self.rest_until_s, now + took_s)
+            self.cooling_down = True
+            self.cooldown_until_s = max(self.cooldown_until_s, now + took_s)
 
-    def apply_models(self, models: Iterable[Resident], last_frame: int, now: float) -> bool:
+    def apply_models(self, models: Iterable[Resident], last_dispatch_number: int, now: float) -> bool:
         """Applies the models of a heartbeat. Returns whether the placed models or a reported size changed."""
-        before = {m for m in (*self.reported, *self.unacknowledged_frames) if self.placed(m)}
+        before = {m for m in (*self.reported, *self.unacknowledged_dispatches) if self.placed(m)}
         sizes = {r.model: r.memory_bytes for r in self.reported.values()}
         self.reported = {r.model: r for r in models}
-        for model in [m for m, frame in self.unacknowledged_frames.items() if frame <= last_frame]:
-            del self.unacknowledged_frames[model]
+        for model in [m for m, number in self.unacknowledged_dispatches.items() if number <= last_dispatch_number]:
+            del self.unacknowledged_dispatches[model]
         for model, other in list(self.replaced_by.items()):
             if other in self.reported or other not in self.lease_counts:
                 del self.replaced_by[model]
@@ -282,16 +282,16 @@ class Residency:
         for model in [m for m in self.loading_since_s if not self.placed(m)]:
             del self.loading_since_s[model]  # it could not be loaded
         self.invalidate()
-        after = {m for m in (*self.reported, *self.unacknowledged_frames) if self.placed(m)}
+        after = {m for m in (*self.reported, *self.unacknowledged_dispatches) if self.placed(m)}
         return before != after or sizes != {r.model: r.memory_bytes for r in self.reported.values()}
 
     def end_session(self) -> None:
         """Drops what the session's heartbeats reported and its grants changed. Keeps the models that the worker offers,
         the counts of leases that its next session keeps, the order of use, `operator_pins` and `unwanted`.
         """
-        self.reported, self.unacknowledged_frames, self.replaced_by = {}, {}, {}
+        self.reported, self.unacknowledged_dispatches, self.replaced_by = {}, {}, {}
         self.loading_since_s, self.granted_without_id = {}, {}
-        self.resting, self.rest_until_s = False, 0.0
+        self.cooling_down, self.cooldown_until_s = False, 0.0
         self.reserved_model, self.retiring = "", {}
         self.invalidate()
 
@@ -312,7 +312,9 @@ class Residency:
         """Unloads the model, or all its versions, for an operator. A model that is not loaded is only unpinned."""
         for pin in [p for p in self.operator_pins if is_version(p, name) or self.id_of_name.get(p) == name]:
             del self.operator_pins[pin]
-        known = dict.fromkeys((*self.reported, *self.unacknowledged_frames, *self.lease_counts, *self.loading_since_s))
+        known = dict.fromkeys(
+            (*self.reported, *self.unacknowledged_dispatches, *self.lease_counts, *self.loading_since_s)
+        )
         for model in [m for m in known if is_version(m, name)]:
             self.unwanted[model] = 0
 

@@ -86,7 +86,7 @@ class Sessions:
         for held in ours:
             lease = worker.leases.get(held.lease_id)
             if lease is not None:
-                lease.frame = 0  # no frame of the new session carried it, and the worker has it
+                lease.dispatch_number = 0  # no dispatch of the new session granted it, and the worker has it
                 self._observe(lease, held, now)
             elif not runs_rank and self._adopt(worker, held, now):
                 adopted.append(held.lease_id)
@@ -117,7 +117,7 @@ class Sessions:
             if held.checkpoint:
                 self._ledger.keep_checkpoint(task, held.checkpoint)
             if held.running:
-                task.ensure_extra().begun = True
+                task.ensure_extra().queue_timeout_over = True
             return False
         if task.waiting:
             self._ledger.classes.remove(self._ledger.class_of(task), task)
@@ -173,14 +173,14 @@ class Sessions:
             fleet.forget_models_of_leases(worker)
         if event.catalog is not None:
             self._replace_catalog(worker, event.catalog)
-        fleet.apply_models(worker, event.models, event.last_frame, now)
+        fleet.apply_models(worker, event.models, event.last_dispatch_number, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
             fleet.eligibility_changed(worker)
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
             self._commands.send_desired_state(worker)
-        self._reservations.start_timer_of_rest(worker)
+        self._reservations.start_cooldown_timer(worker)
         fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
         worker.occupied_slots = event.occupied_slots
@@ -201,7 +201,8 @@ class Sessions:
                     saved.append(lease)
         self._commands.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
-            gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
+            received = [x for x in worker.leases.values() if x.dispatch_number <= event.last_dispatch_number]
+            gone = [x for x in received if x.lease_id not in held]
             for lease in reversed(gone):  # the youngest first: so put_back() passes few older tasks
                 self._attempts.revoke_uncharged(lease, f"worker {worker.worker_id} lost the lease", now)
         self._checkpoints_saved(saved, now)
@@ -384,7 +385,7 @@ class Sessions:
     def _no_room(self, task: Task, size: int) -> TaskError | None:
         """Returns why a partial output of this size exceeds a limit; None if it does not."""
         limit = self._ledger.limits.bytes_max
-        if task.ensure_extra().partials_bytes + size > PARTIALS_BYTES_MAX:
+        if task.ensure_extra().outputs_and_log_bytes + size > PARTIALS_BYTES_MAX:
             message = (
                 f"the task's partial outputs and log exceed {PARTIALS_BYTES_MAX} bytes (each output counts "
                 f"{PARTIAL_OVERHEAD_BYTES} bytes more than its data)"
@@ -451,7 +452,7 @@ def _without_large_outcomes(worker: Worker, event: ev.Reports) -> ev.Reports:
     for index, (lease_id, result) in enumerate(zip(event.succeeded, event.results, strict=True)):
         lease = worker.leases.get(lease_id)
         extra = lease.task.extra if lease is not None else None
-        size = len(result) + (extra.partials_bytes if extra is not None else 0)
+        size = len(result) + (extra.outputs_and_log_bytes if extra is not None else 0)
         if size <= OUTCOME_BYTES_MAX:
             kept.append(index)
             continue

@@ -131,7 +131,7 @@ def _holds(worker: Worker, name: str) -> bool:
     residency = worker.residency
     held = (
         *residency.reported,
-        *residency.unacknowledged_frames,
+        *residency.unacknowledged_dispatches,
         *residency.lease_counts,
         *residency.operator_pins,
         *residency.operator_pinned_ids(),

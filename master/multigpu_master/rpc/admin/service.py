@@ -84,7 +84,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             for worker_id in response.removed_worker_ids:
                 del sent[worker_id]
             for worker in sorted(workers.values(), key=lambda w: w.worker_id):
-                current = worker, worker.version
+                current = worker, worker.change_count
                 if sent.get(worker.worker_id) != current:
                     sent[worker.worker_id] = current
                     response.workers.append(worker_message(worker))
