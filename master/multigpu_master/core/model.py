@@ -100,7 +100,7 @@ class Extra:
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
-    outputs_and_log_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
+    outputs_and_log_bytes: int = 0  # of the log and of partial outputs, each with PARTIAL_OVERHEAD_BYTES
     kept_bytes: int = 0  # outputs_and_log_bytes, checkpoint and last_error
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
@@ -114,10 +114,10 @@ class Extra:
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     returned_lease_ids: tuple[int, ...] = ()  # the last LEASE_IDS_KEPT leases that a worker has returned
     first_lease_id: int = 0  # of a requeued dead letter: leases with lower ids were granted before
-    # The device_key of the device on which it last failed or was not begun, or the worker_id of the worker that
-    # returned its recalled lease.
+    # The device_key of the device on which it failed last or its worker did not begin it in time, or the worker_id of
+    # the worker that returned its recalled lease.
     avoid_device_or_worker: str = ""
-    broke_on_devices: tuple[str, ...] = ()  # where it broke an engine while the device was reported as healthy
+    broke_on_devices: tuple[str, ...] = ()  # devices, reported as healthy, whose engines it broke
     blamed_devices: tuple[str, ...] = ()  # blamed for failed attempts: attempts_max rises by one for each
     log: str = ""  # the last lines that its ended attempts have written
     log_lease_id: int = 0  # the lease that wrote the last part of the log

@@ -43,7 +43,7 @@ QUARANTINE = (
         "(self._count_and_admit(worker, now) or worker.health.unusable)",
         "self._count_and_admit(worker, now)",
     ),
-    quarantine("the breaker forgets nothing", "if at_s > now - self.window_s}", "if at_s}"),
+    quarantine("the breaker forgets nothing", "sum(at_s > now - self.window_s for", "sum(at_s > 0.0 for"),
     quarantine(
         "the share of quarantined devices rounds down to none",
         "return max(1, int(self.share * devices))",

@@ -49,9 +49,8 @@ class Breaker:
     found_sick_at: dict[str, float] = field(default_factory=dict)  # by device_key: when it was last sick or suspect
 
     def count(self, now: float) -> int:
-        """The number of devices found sick or suspect within the window. Forgets the others."""
-        self.found_sick_at = {k: at_s for k, at_s in self.found_sick_at.items() if at_s > now - self.window_s}
-        return len(self.found_sick_at)
+        """The number of devices found sick or suspect within the window."""
+        return sum(at_s > now - self.window_s for at_s in self.found_sick_at.values())
 
     def limit(self, devices: int) -> int:
         """How many of these devices may be found sick or suspect within the window; at least one."""
@@ -125,6 +124,8 @@ class Quarantine:
         breaker = self.breaker
         if breaker.tripped_s:
             return False
+        since_s = now - breaker.window_s
+        breaker.found_sick_at = {key: at_s for key, at_s in breaker.found_sick_at.items() if at_s > since_s}
         breaker.found_sick_at[worker.device_key] = now
         count, devices = breaker.count(now), self.device_count(now)
         most = breaker.limit(devices)
@@ -201,7 +202,7 @@ class Quarantine:
             # The device stays in broke_on_devices: if the task breaks an engine on another device, it is condemned.
             task.ensure_extra().blamed_devices += (device,)
         for worker in list(self._fleet.sessions.values()):
-            if worker.device_key == device and worker.health_reported:  # the others: at their first heartbeat
+            if worker.device_key == device and worker.health_reported:  # other workers: at their first heartbeat
                 self._ask_check(worker, at_once=False)
                 self._judge(worker, now)
 

@@ -37,8 +37,8 @@ PARTIALS_BYTES_MAX = 16 << 20
 # Limit of a result with the task's partial outputs and log: an outcome must fit into one message of 64 MiB.
 OUTCOME_BYTES_MAX = 63 << 20
 PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
-# The error types of leases that come back without charge: the model had to make room for another; the master could not
-# read the payload now.
+# The error types of leases that workers return without charge: the model had to make room for another model; the master
+# could not read the payload.
 MAKES_ROOM, PAYLOAD_NOT_READABLE = "ModelMakesRoom", "PayloadNotReadable"
 # The pause before the tasks of such leases are requeued.
 REQUEUE_S = 0.1
@@ -142,7 +142,7 @@ class Sessions:
             self._ledger.keep_error(task, None)
 
     def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> bool:
-        """Applies what the worker reports of a lease that it holds. Returns whether it has a new checkpoint."""
+        """Applies what the worker reports of a lease that it holds. Returns whether it has kept a checkpoint."""
         if held.running and not lease.running:
             lease.running_since_s = now
         lease.running = held.running
@@ -165,7 +165,7 @@ class Sessions:
         if (
             first
             or event.health != worker.health
-            or worker.quarantined  # as read from the journal: it may have to end
+            or worker.quarantined  # perhaps restored from the journal: it may have to end
             or not event.health.fit  # a tripped breaker kept it in service; an operator may have reset the breaker
         ):
             self._quarantine.apply_health(worker, event.health, now, first=first)
@@ -368,7 +368,7 @@ class Sessions:
                 self._attempts.revoke_uncharged(lease, why, now)
                 continue
             size = len(partial.data) + len(partial.content_type) + PARTIAL_OVERHEAD_BYTES
-            error = self._no_room(task, size)
+            error = self._exceeded_limit(task, size)
             if error is not None:
                 self._attempts.revoke_charged(lease, error, now)
                 continue
@@ -382,7 +382,7 @@ class Sessions:
             self._commands.add(forward)
         self._checkpoints_saved(saved, now)
 
-    def _no_room(self, task: Task, size: int) -> TaskError | None:
+    def _exceeded_limit(self, task: Task, size: int) -> TaskError | None:
         """Returns why a partial output of this size exceeds a limit; None if it does not."""
         limit = self._ledger.limits.bytes_max
         if task.ensure_extra().outputs_and_log_bytes + size > PARTIALS_BYTES_MAX:
