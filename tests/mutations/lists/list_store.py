@@ -131,8 +131,8 @@ STORE = (
     store("P9: a cursor is given out twice", "cursor < ?5", "?5 > 0", module="multigpu_master.journal.sqlite.sweep"),
     store(
         "whether a result is expired depends on when it is swept",
-        "            expire_time_s <= self._retention.now_without_downtime_s(outcome.cursor)\n",
-        "            not self._retention.now_without_downtime_s(outcome.cursor)\n",
+        "            expire_time_s <= self._downtimes.now_without_downtime_s(outcome.cursor)\n",
+        "            not self._downtimes.now_without_downtime_s(outcome.cursor)\n",
         module="multigpu_master.journal.sqlite.reads",
     ),
     store(
