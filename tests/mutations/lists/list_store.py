@@ -107,7 +107,7 @@ STORE = (
     ),
     payloads(
         "P1: the name of a payload file that precedes the master is not synced",
-        "os.fsync(self._dir_fd)  # after",
+        "os.fsync(self._dir_fd)  # makes",
         "pass  # after",
     ),
     payloads("a client's payload is deleted before it is submitted", "return False"),
