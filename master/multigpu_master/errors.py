@@ -16,7 +16,7 @@ _UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters
 
 
 # Exceptions that parsing a damaged setting may raise.
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class JournalError(Exception):
@@ -83,7 +83,7 @@ class UnauthenticatedError(CallError):
 
 
 def damaged_setting_error(key: str, error: Exception) -> JournalError:
-    """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of DAMAGE."""
+    """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of PARSE_ERRORS."""
     return JournalError(
         f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or run "
         "`mgpu-master --data-dir DIR salvage`, which removes that setting and keeps the rest."

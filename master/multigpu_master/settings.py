@@ -15,7 +15,7 @@ from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Cordon, Queue, Worker
-from multigpu_master.errors import DAMAGE, InvalidMessageError, JournalError, damaged_setting_error
+from multigpu_master.errors import PARSE_ERRORS, InvalidMessageError, JournalError, damaged_setting_error
 from multigpu_master.security.tokens import Tokens
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 from multigpu_master.wire.workers import hello_message, worker_info
@@ -82,7 +82,7 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
                 expected += registration.expected
             elif key == BREAKER:
                 handle(ev.RestoreBreaker(_check_seconds(json.loads(value)["tripped_s"])))
-        except (*DAMAGE, json_format.ParseError, InvalidMessageError) as error:
+        except (*PARSE_ERRORS, json_format.ParseError, InvalidMessageError) as error:
             raise damaged_setting_error(key, error) from error
     return expected
 

@@ -124,7 +124,7 @@ async def test_the_journal_may_find_room_before_there_is_a_driver(
 ) -> None:
     """Its thread starts before the driver exists, and reports at once that a disk that was full has room again."""
     refusals = itertools.chain([full_error(tmp_path)], itertools.repeat(None))
-    monkeypatch.setattr(Room, "refusal", lambda _room: next(refusals))
+    monkeypatch.setattr(Room, "prepare_for_submits", lambda _room: next(refusals))
     config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)
     master = Master(config, journal := SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
     make = master._make_driver

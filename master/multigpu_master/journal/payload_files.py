@@ -3,13 +3,13 @@ references are valid, which files must be synced, and which may be deleted.
 
 A shared segment is a file of payloads that a client or worker wrote. (journal/sqlite/segments.py has the segments that
 the journal writes.) Each shared segment to which a task, an outcome or an unwritten entry in the master's memory refers
-has one `SegmentHold`. When its last reference is gone, the segment is unused, unless a row of the journal refers to the
-segment or another process has a lock on it. A scan finds unused segments that were never reported to the master,
+has one `SegmentHold`. When the last of these references is gone, the segment is unused, unless a row of the journal
+refers to it or another process has a lock on it. A scan finds unused segments that were never reported to the master,
 because their writer was killed before. Unused segments are deleted. A few large ones are first kept under FREE_NAMES:
 writers overwrite them, which is faster than a new file.
 
-Files are opened relative to the directory, never through links. They must be of the master's user, with a single
-hard link.
+Files are opened relative to the directory, never through links. They must belong to the master's user, and have
+a single hard link.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ _TRASH = "trash"
 # Initial metadata of a stream, for the peer.
 InitialMetadata = tuple[tuple[str, bytes], ...]
 WRONG_KEY = (
-    "payload_key differs from the file KEY in this master's directory of payloads; without a key, payloads go inline"
+    "payload_key differs from the file KEY in this master's directory of payloads; send no key, and payloads inline"
 )
 
 
@@ -68,7 +68,7 @@ class BadReferenceError(Exception):
 
 
 class SegmentHold:
-    """A segment with references in the master."""
+    """A shared segment to which references in the master's memory exist."""
 
     __slots__ = ("__weakref__", "_payloads", "name")
 
@@ -96,9 +96,9 @@ class Payloads:
         self._held: WeakValueDictionary[str, SegmentHold] = WeakValueDictionary()
         self._lock = threading.Lock()  # protects _held, and deletions
         self.released: deque[str] = deque()  # names of segments without references
-        self._journaled: set[str] = set()  # rows may refer to these; their names are synced
-        self._undeletable: set[str] = set()  # an error of their deletion was logged
-        self._scan_from = ""
+        self._journaled: set[str] = set()  # segments to which rows may refer; their names are synced
+        self._undeletable: set[str] = set()  # segments whose failed deletion was logged
+        self._scan_from = ""  # the last name that the scan has checked; "": begin with the first
         self._last_large_at_s = 0.0  # when a segment large enough to be kept was last found unused
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -118,7 +118,7 @@ class Payloads:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_TRASH, dir_fd=self._dir_fd)
         self._journaled.update(self._names())
-        os.fsync(self._dir_fd)  # after they were read
+        os.fsync(self._dir_fd)  # makes the names read above durable
         self._measure()
 
     def start_deleting(self) -> None:
@@ -143,7 +143,7 @@ class Payloads:
         return hmac.compare_digest(key, self._key)
 
     def resolve(self, name: str, offset: int, size_bytes: int, crc: int = -1) -> Reference:
-        """Returns a peer's reference, which keeps its segment. Raises BadReferenceError if it is invalid."""
+        """Returns a peer's reference; while it exists, its segment stays. Raises BadReferenceError if it is invalid."""
         if NAME.fullmatch(name) is None:
             raise BadReferenceError(
                 "the reference's segment has an invalid name; refer to a segment that the sender wrote"
@@ -174,7 +174,7 @@ class Payloads:
         return Reference(hold, offset, size_bytes, crc)
 
     def restore(self, text: str) -> Reference | None:
-        """Returns a row's reference, which keeps its segment. None if the segment is gone or too short."""
+        """Returns a row's reference; while it exists, its segment stays. None if the segment is gone or too short."""
         name, offset, size_bytes, _, crc = parse_reference(text)
         try:
             whole = os.stat(name, dir_fd=self._dir_fd).st_size >= offset + size_bytes
@@ -286,8 +286,8 @@ class Payloads:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # The lock was free, so no process writes to the segment. `_held` has those with references in memory. Rows
-            # of the journal are checked too, because they stay after their references have left the memory.
+            # The lock was free, so no process writes to the segment. `_held` has segments with references in memory.
+            # The rows of the journal are checked too, because a row may refer to a segment without such a reference.
             if name in self._journaled and self._in_use(name):
                 return True
             found = os.fstat(fd)
@@ -321,7 +321,7 @@ def is_shared(text: str) -> bool:
 
 
 def parse_reference(text: str) -> tuple[str, int, int, bytes, int]:
-    """Segment, offset, size, head, and CRC or -1."""
+    """Returns the segment's name, the offset, the size, the head, and the CRC (-1 if there is none)."""
     name, offset, size, head, *crc = text.split(":")
     if NAME.fullmatch(name) is None:
         raise ValueError(f"{name[:100]!r} is no name of a segment")

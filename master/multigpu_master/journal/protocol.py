@@ -28,7 +28,7 @@ class SubmitRecord:
     partition_key: str
     units: int
     submit_time_s: float  # seconds since 1970
-    first_lease_id: int = 0  # of a requeued dead letter: leases with lower ids were granted before
+    first_lease_id: int = 0  # of a requeued dead letter: its leases with lower ids precede the requeue
 
 
 def head_without_result(head: bytes, result_bytes: int) -> bytes:
@@ -69,7 +69,7 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    # When the body is deleted, unless the task is a dead letter. Time during which no master ran is added to it.
+    # When the body expires, unless the task is a dead letter. Times without a running master delay it (downtimes.py).
     expire_time_s: float
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task as it was submitted, if it became a dead letter
@@ -90,7 +90,7 @@ class UsageKey(NamedTuple):
 
 
 class UsageRecord(NamedTuple):
-    """What tasks have used in an interval of USAGE_INTERVAL_S. It is added to the recorded usage of the interval."""
+    """What tasks have used in an interval of USAGE_INTERVAL_S. The journal adds it to the interval's stored usage."""
 
     begin_s: int  # seconds since 1970, a multiple of USAGE_INTERVAL_S
     key: UsageKey
@@ -107,7 +107,7 @@ class Entry:
     settles: Sequence[SettleRecord] = ()
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
     deleted_dead_letters: Sequence[int] = ()  # task_ids, deleted first: `settles` may add one of them again
-    epoch: int = 0  # the epoch of ids (see ids.py) that the running master begins with this entry; 0: none
+    epoch: int = 0  # the new epoch of ids (see ids.py) if the running master begins one with this entry, else 0
     usage: Sequence[UsageRecord] = ()
 
 
@@ -159,11 +159,11 @@ class Recovered:
     incarnations: Sequence[Incarnation]  # the starts of masters on this journal, oldest first; the last is this start
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # the secret from which ids.LeaseProofs computes the proofs of leases
-    clock_difference_s: float  # the clock minus the last time saved in the journal; 0: none was saved
+    clock_difference_s: float  # the clock minus the last time saved in the journal; 0: no time was saved
 
 
 class Checks(NamedTuple):
-    """What the journal does not parse itself. Each check returns why a value can't be used, or ""."""
+    """Checks of values that the journal does not parse itself. Each returns why the value can't be used, or ""."""
 
     setting: Callable[[str, bytes], str]  # of a key and its value
     spec: Callable[[bytes], str]  # of a SubmitRecord

@@ -1,10 +1,11 @@
-"""A filter of the request_ids of settled tasks that the journal may know, in memory: for most new tasks the disk is not
-read.
+"""An in-memory filter of the request_ids of settled tasks in the journal. It saves a read of the disk for most new
+tasks.
 
-It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. They find every request_id that was added, and
-a few that were not: for each one found the journal is read. A full filter is followed by another, as in scalable Bloom
-filters (Almeida et al., 2007). No request_id can be removed, so the filters are rebuilt from the journal once as many
-were added as were loaded, and at least CAPACITY_MIN. Before the first load, every request_id counts as found.
+It consists of Bloom filters (Bloom, 1970) that set two bits of one byte for each request_id. They find every request_id
+that was added, and a few that were not; for each request_id found, the caller reads the journal. When a filter is full,
+another one is added, as in scalable Bloom filters (Almeida et al., 2007). No request_id can be removed. So the filters
+are rebuilt from the journal once more request_ids were added than the loaded filter can hold (at least CAPACITY_MIN).
+Before the first load, every request_id counts as found.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import structlog
 from multigpu_master.errors import JournalClosedError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
-# 1.5 bytes for each request_id. A full filter finds 4.1 % of new request_ids.
+# Bits (1.5 bytes) for each request_id. A full filter finds 4.1 % of new request_ids.
 FILTER_BITS = 12
 _PAIRS = bytes(1 << a | 1 << b for a, b in combinations(range(8), 2))
 CAPACITY_MIN = 1 << 19  # request_ids
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 
 class _Filter:
     def __init__(self, capacity: int) -> None:
-        self.room = self.capacity = max(capacity, CAPACITY_MIN)
+        self.room = self.capacity = max(capacity, CAPACITY_MIN)  # room: for how many more request_ids
         self._bytes = bytearray(self.capacity * FILTER_BITS // 8)
 
     def add(self, request_ids: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ class RequestFilter:
     def __init__(self) -> None:
         self._filters = [_Filter(0)]  # the newest last; `add` fills the newest only
         self._loaded_capacity = 0
-        self._added = 0  # request_ids added since the load began that read `_filters[0]`
+        self._added = 0  # request_ids added since the start of the load that made `_filters[0]`
 
     @property
     def full(self) -> bool:
@@ -82,20 +83,20 @@ class RequestFilter:
         self.add(pending)
         return self._load(journal, len(self._filters) - 1)
 
-    async def _load(self, journal: SqliteJournal, since: int) -> None:
+    async def _load(self, journal: SqliteJournal, first_kept: int) -> None:
         try:
-            while (loaded := await asyncio.to_thread(_read, journal)) is None:  # noqa: ASYNC110  no event says when it can be read
+            while (loaded := await asyncio.to_thread(_read, journal)) is None:  # noqa: ASYNC110  no event says when the journal can be read
                 await asyncio.sleep(RETRY_S)
         except JournalClosedError:
             return  # the master stops
-        self._filters = [loaded, *self._filters[since:]]
+        self._filters = [loaded, *self._filters[first_kept:]]
         self._loaded_capacity = loaded.capacity
         self._added = sum(f.capacity - f.room for f in self._filters[1:])
 
 
 def _read(journal: SqliteJournal) -> _Filter | None:
-    """Returns None, and logs why, if the journal could not be read: after an exception, `full` would stay True, and
-    every settle would begin another load. Raises JournalClosedError.
+    """Returns a filter of the journal's request_ids, or None, and logs why, if they could not be read: an exception
+    would end the load, `full` would stay True, and every settle would begin another load. Raises JournalClosedError.
     """
     try:
         loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())

@@ -37,12 +37,12 @@ class ConnectedDevice:
         self.labels = {"worker_id": info.worker_id, "device_id": message.device_id}
 
     def field(self, name: str, **labels: str) -> list[Sample]:
-        """The value of a field of DeviceTelemetry, if there is one."""
+        """Returns a sample of a field of DeviceTelemetry, or none if the device does not report the field."""
         return [sample(float(getattr(self.telemetry, name)), **labels)] if self.telemetry.HasField(name) else []
 
 
 def connected_devices(devices: Iterable[DeviceSnapshot]) -> Iterator[ConnectedDevice]:
-    """Each device of each connected worker."""
+    """Yields each device of each connected worker."""
     for snapshot in devices:
         if snapshot.health is None:
             continue
@@ -123,28 +123,28 @@ def _field(field: str) -> Callable[[ConnectedDevice], list[Sample]]:
 _METRICS: tuple[tuple[str, str, Callable[[ConnectedDevice], list[Sample]]], ...] = (
     ("memory_used_bytes", "Device memory in use.", _field("memory_used_bytes")),
     ("memory_total_bytes", "Device memory.", _field("memory_total_bytes")),
-    ("utilization_ratio", "Busy share, 0 to 1.", _field("utilization")),
-    ("memory_utilization_ratio", "Share of time in which its memory was in use, 0 to 1.", _field("memory_utilization")),
+    ("utilization_ratio", "Share of time in which it was busy, 0 to 1.", _field("utilization")),
+    ("memory_utilization_ratio", "Share of time with memory accesses, 0 to 1.", _field("memory_utilization")),
     ("temperature_celsius", "Temperature.", _field("temperature_celsius")),
     ("power_watts", "Power drawn.", _field("power_watts")),
     ("power_limit_watts", "The enforced power limit.", _field("power_limit_watts")),
     ("sm_clock_hertz", "Clock of the multiprocessors.", _field("sm_clock_hertz")),
     ("memory_clock_hertz", "Clock of the memory.", _field("memory_clock_hertz")),
-    ("energy_joules_total", "Energy used since its driver was loaded.", _field("energy_joules")),
+    ("energy_joules_total", "Energy used since the driver was loaded.", _field("energy_joules")),
     ("pcie_generation", "Current PCIe generation of the link.", _field("pcie_generation")),
     ("pcie_lanes", "PCIe lanes in use.", _field("pcie_width")),
-    ("pcie_sent_bytes_per_second", "Sent over PCIe.", _field("pcie_sent_bytes")),
-    ("pcie_received_bytes_per_second", "Received over PCIe.", _field("pcie_received_bytes")),
+    ("pcie_sent_bytes_per_second", "Bytes sent over PCIe per second.", _field("pcie_sent_bytes")),
+    ("pcie_received_bytes_per_second", "Bytes received over PCIe per second.", _field("pcie_received_bytes")),
     ("nvlinks_active", "Active NVLinks.", _field("nvlinks_active")),
-    ("ecc_errors_total", "ECC errors since its driver was loaded.", _ecc),
+    ("ecc_errors_total", "ECC errors since the driver was loaded.", _ecc),
     ("remapped_rows", "Rows of memory replaced by spare ones.", _rows),
     ("row_remap_pending", "1 if a reset is needed to replace rows.", _row_remap("pending")),
-    ("row_remap_failed", "1 if there was no spare row left.", _row_remap("failed")),
+    ("row_remap_failed", "1 if no spare row was left to replace a row.", _row_remap("failed")),
     (
         "throttled",
-        "1 for each reason that reduces its clocks.",
+        "1 for each reason for which the clocks are reduced.",
         lambda device: [sample(1.0, reason=reason) for reason in device.telemetry.throttle_reasons],
     ),
-    ("processes", "Compute processes on it.", _processes),
+    ("processes", "Compute processes on the device.", _processes),
     ("info", "Description.", _info),
 )

@@ -15,7 +15,7 @@ FLOAT_END = 1 << 1023  # float() of a smaller integer does not overflow
 
 
 def running_jobs(workers: Iterable[Worker]) -> list[Lease]:
-    """The leases of running jobs; of several ranks, that of rank 0. A worker runs its oldest leases first."""
+    """Returns a lease of each running job: that of rank 0. A worker runs its oldest leases first."""
     oldest = (lease for worker in workers for lease in islice(worker.leases.values(), worker.usable_slots))
     return [lease for lease in oldest if lease.task.spec.kind == KIND and lease.rank == 0]
 

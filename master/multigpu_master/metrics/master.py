@@ -48,7 +48,7 @@ class MasterMetrics:
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
             self._tls = paths[0], paths[1], paths[2]
         self._certificate = _Certificate(self._tls or paths[:1]) if config.tls_cert else None
-        self._last: tuple[Metric, ...] = ()
+        self._snapshot: tuple[Metric, ...] = ()  # the newest snapshot, except the devices
         self._devices: list[DeviceSnapshot] = []
         self._oldest: dict[str, float] = {}  # by queue: when its oldest queued task was submitted
         self._loop_task: asyncio.Task[None] | None = None
@@ -87,14 +87,14 @@ class MasterMetrics:
                 self._oldest = await oldest_submits(core, core.ledger.queues)
                 self._take_snapshot()
             except Exception:
-                log.exception("metrics were not taken")
+                log.exception("no snapshot of the metrics was taken")
 
     def _take_snapshot(self) -> None:
         if self._certificate is not None:
             self._certificate.use_if_changed(self._reload_certificate)
         self._devices = snapshots(self._driver.core.fleet.workers.values())
         certificate = self._certificate.metrics() if self._certificate is not None else ()
-        self._last = (*_metrics(self._driver, self._oldest), *certificate)
+        self._snapshot = (*_metrics(self._driver, self._oldest), *certificate)
 
     def _reload_certificate(self) -> None:
         if self._tls is not None:
@@ -103,7 +103,7 @@ class MasterMetrics:
 
     def _collect(self) -> Iterator[Metric]:
         """Runs on the scraper's thread, because a thousand devices have tens of thousands of samples."""
-        yield from self._last
+        yield from self._snapshot
         yield from device_metrics(self._devices)
 
 
@@ -192,7 +192,7 @@ def _of_usage(totals: Mapping[UsageKey, UsageSums]) -> Iterator[Metric]:
     yield each("mgpu_usage_measured_device_seconds_total", text, lambda used: used.measured_s)
     yield each(
         "mgpu_usage_energy_joules_total",
-        "Energy in the measured device time of tasks, with idle power.",
+        "Energy used in the measured device time of tasks, including idle power.",
         lambda used: used.joules,
     )
 
@@ -207,7 +207,7 @@ def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
         "quarantined": sum(w.quarantined for w in workers),
     }
     samples = [sample(count, reason=reason) for reason, count in held.items()]
-    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; one can have several reasons.", *samples)
+    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; a worker can have several.", *samples)
     breaker = core.quarantine.breaker
     tripped = float(breaker.tripped_s > 0)
     yield metric("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", sample(tripped))

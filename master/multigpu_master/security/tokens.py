@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from multigpu_master.errors import DAMAGE, ExhaustedError, damaged_setting_error
+from multigpu_master.errors import PARSE_ERRORS, ExhaustedError, damaged_setting_error
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)
@@ -91,7 +91,7 @@ class Tokens:
             if key.startswith(SETTING_PREFIX):
                 try:
                     token = _read(key.removeprefix(SETTING_PREFIX), json.loads(value))
-                except DAMAGE as error:
+                except PARSE_ERRORS as error:
                     raise damaged_setting_error(key, error) from error
                 self._tokens[token.token_id] = token
 

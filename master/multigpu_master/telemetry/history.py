@@ -73,7 +73,7 @@ class History:
         return ended / seconds, submitted / seconds
 
     def restart_rates(self, queue: Queue) -> None:
-        """Restarts the measurement of a queue's rates, because they were low while it was paused."""
+        """Restarts the measurement of a resumed queue's rates: while it was paused, they were low."""
         self._resumed[queue.name] = self._now(), (self._ended.get(queue.name, 0), queue.queued + queue.leased)
 
     def recent_queues(self) -> set[str]:

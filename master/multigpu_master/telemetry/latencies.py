@@ -29,7 +29,7 @@ class _Counts:
 
 
 class Latencies:
-    """Counts since the master began."""
+    """The histograms since the master started."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[_Counts, ...]] = {}
@@ -40,13 +40,13 @@ class Latencies:
             outcome = task.outcome
             if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
                 continue
-            queue, run, duration = self._of(task.spec.kind)
+            queue, run, duration = self._counts_of(task.spec.kind)
             queue.add(max(0.0, outcome.dispatch_s - task.submit_s))
             duration.add(max(0.0, outcome.finish_s - task.submit_s))
-            if outcome.start_s:  # else it is unknown
+            if outcome.start_s:  # 0: unknown
                 run.add(max(0.0, outcome.finish_s - outcome.start_s))
 
-    def _of(self, kind: str) -> tuple[_Counts, ...]:
+    def _counts_of(self, kind: str) -> tuple[_Counts, ...]:
         found = self._kinds.get(kind)
         if found is None:
             name = kind if len(self._kinds) < KINDS_MAX else "other"

@@ -1,7 +1,7 @@
 """Usage of devices, summed by queue, submitter, kind and model: written to the journal, and kept in memory for metrics.
 
 The core sums usage by spec. Every FLUSH_S the sums go to the journal, which adds them to the sums of the current
-interval. A crash of the master loses the usage of about FLUSH_S. While the disk is full, the sums stay in the core.
+interval. A crash of the master loses the last FLUSH_S of usage. While the disk is full, the sums stay in the core.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from multigpu_master.write_buffer import Done, WriteBuffer, set_result_of
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
 FLUSH_WAIT_S = 1.0
-# At most KEYS_MAX keys have sums of their own in an interval, and as many in the metrics. OTHER sums up the rest.
+# At most KEYS_MAX keys have their own sums in an interval, and as many in the metrics. OTHER has the other keys' sums.
 KEYS_MAX = 1000
 OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
 
@@ -27,7 +27,7 @@ class UsageFlusher:
         self._write_buffer = write_buffer
         self._now = now
         self._interval_begin_s = 0  # when the current interval began
-        self._keys: set[UsageKey] = set()  # of the current interval
+        self._keys: set[UsageKey] = set()  # keys with their own sums in the current interval
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:

@@ -109,13 +109,13 @@ def test_segments_that_are_deleted_before_they_are_opened_are_looked_for_in_a_la
 ) -> None:
     with opened(tmp_path / "data") as (journal, commits):
         turnover = Turnover(tmp_path / "data", journal, commits)
-        before_each(monkeypatch, "_pin", lambda: turnover.turn() if turnover.turns < 3 else None)
+        before_each(monkeypatch, "_open_segment", lambda: turnover.turn() if turnover.turns < 3 else None)
         assert backup(tmp_path / "data", tmp_path / "copy", CHECKS) == []
         assert turnover.turns == 3
         found = payloads_of(tmp_path / "copy")
         assert sorted(found) == list(range(22, 29))
         assert found == {i: data_of(i, LARGE_BYTES) for i in found}
-        before_each(monkeypatch, "_pin", turnover.turn)
+        before_each(monkeypatch, "_open_segment", turnover.turn)
         with pytest.raises(JournalError, match="deleted faster than they could be opened"):
             backup(tmp_path / "data", tmp_path / "no copy", CHECKS)
     assert not list((tmp_path / "no copy").iterdir())

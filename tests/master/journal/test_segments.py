@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from multigpu_master.journal.downtimes import Downtimes
 from multigpu_master.journal.payload_files import Payloads
-from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import schema, segments
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
@@ -49,13 +49,13 @@ def test_a_segment_is_deleted_though_the_next_one_could_not_be_made(
 
 
 def test_a_time_that_could_not_be_written_is_not_saved() -> None:
-    retention = Retention(lambda: 1000.0)
+    downtimes = Downtimes(lambda: 1000.0)
 
     def full(_value: bytes) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     with pytest.raises(sqlite3.OperationalError):
-        retention.save(0, full)
-    assert retention.save_due()
-    retention.save(0, lambda _value: None)
-    assert not retention.save_due()
+        downtimes.save(0, full)
+    assert downtimes.save_due()
+    downtimes.save(0, lambda _value: None)
+    assert not downtimes.save_due()

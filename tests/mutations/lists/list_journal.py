@@ -162,7 +162,7 @@ JOURNAL = (
         "        if rejected:\n            self._on_commit(rejected, 0, self._full)\n",
     ),
     sqlite("the first transaction after a full disk fails", 'self._writer.execute("ROLLBACK")'),
-    sqlite("submits are rejected for ever", "self._full = self._room.refusal()"),
+    sqlite("submits are rejected for ever", "self._full = self._room.prepare_for_submits()"),
     sqlite(
         "deletions wait for space",
         '"outcomes" if not is_small_or_frees(entry) else "settings" if entry.settings or entry.epoch else ""',

@@ -107,7 +107,7 @@ STORE = (
     ),
     payloads(
         "P1: the name of a payload file that precedes the master is not synced",
-        "os.fsync(self._dir_fd)  # after",
+        "os.fsync(self._dir_fd)  # makes",
         "pass  # after",
     ),
     payloads("a client's payload is deleted before it is submitted", "return False"),
@@ -131,8 +131,8 @@ STORE = (
     store("P9: a cursor is given out twice", "cursor < ?5", "?5 > 0", module="multigpu_master.journal.sqlite.sweep"),
     store(
         "whether a result is expired depends on when it is swept",
-        "            expire_time_s <= self._retention.now_without_downtime_s(outcome.cursor)\n",
-        "            not self._retention.now_without_downtime_s(outcome.cursor)\n",
+        "            expire_time_s <= self._downtimes.now_without_downtime_s(outcome.cursor)\n",
+        "            not self._downtimes.now_without_downtime_s(outcome.cursor)\n",
         module="multigpu_master.journal.sqlite.reads",
     ),
     store(

@@ -1,6 +1,6 @@
 """Backups of a journal, also while a master runs on it, and salvage of a damaged one.
 
-A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
+A backup is a directory that a master can start from: the database at one instant, by SQLite's online backup, and the
 segments to which its rows refer. During the copy the master may delete segments, because tasks end. So all segments are
 opened first, and can be read after their names are gone. Shared locks keep the master from reusing segments with shared
 payloads.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from multigpu._transport.payloads import NAME, Directory, Segment
 
-from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError
+from multigpu_master.errors import PARSE_ERRORS, JournalDamagedError, JournalError
 from multigpu_master.journal import payload_files as payloads
 from multigpu_master.journal.protocol import Checks
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
@@ -34,16 +34,16 @@ _SEGMENTS = " UNION ".join(
 )
 _SEGMENT_NAME = re.compile("[0-9a-f]{8}")
 _TRIES = 20  # to hold all segments of one instant; a try takes some milliseconds
-_DESCRIPTORS = 64  # for all but segments
+_DESCRIPTORS = 64  # file descriptors for everything except segments
 
 
 def backup(data_dir: Path, target: Path, checks: Checks) -> list[str]:
-    """Copies the journal of `data_dir` to `target`, which must be empty or new. Returns descriptions of data that the
-    journal had lost before. Raises JournalError if no backup was made; then no part of it is left in `target`.
+    """Copies the journal of `data_dir` to `target`, which must be empty or new. Returns descriptions of data that
+    the journal had lost before. Raises JournalError if no backup was made; then no part of it is left in `target`.
     """
     if not (data_dir / DATABASE_NAME).exists():
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
-    _begin(data_dir, target)
+    _prepare_target(data_dir, target)
     try:
         return _fill(data_dir, target, checks)
     except BaseException as error:
@@ -54,18 +54,18 @@ def backup(data_dir: Path, target: Path, checks: Checks) -> list[str]:
         raise
 
 
-def _begin(data_dir: Path, target: Path) -> None:
+def _prepare_target(data_dir: Path, target: Path) -> None:
     try:
         if target.resolve().is_relative_to(data_dir.resolve()):
             raise JournalError(
-                f"{target} is in the data directory {data_dir} itself. Give one elsewhere, best on another disk."
+                f"{target} is in the data directory {data_dir}. Give a directory elsewhere, best on another disk."
             )
         directory.make_directory(target)
         empty = not any(target.iterdir())
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
         raise JournalError(
             f"{target} can't be made or used: {getattr(error, 'strerror', None) or error}. Give a new directory for "
-            "the backup, in one that exists and that this user may write to."
+            "the backup, whose parent exists and can be written to by this user."
         ) from error
     if not empty:
         raise JournalError(f"{target} is not empty. Give a new directory for each backup.")
@@ -76,18 +76,18 @@ def _fill(data_dir: Path, target: Path, checks: Checks) -> list[str]:
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
     source = connections.connect_reader(data_dir / DATABASE_NAME)
     with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
-        held = _hold(source, data_dir)
-        source.backup(copy)  # in the transaction that _hold began: its rows refer to `held`
+        held = _hold_segments(source, data_dir)
+        source.backup(copy)  # in the transaction of _hold_segments: its rows refer to `held`
         schema.clear_open_flag(copy)
     for name in sorted(held):
         segment = held.pop(name)  # closed after its copy, so that its space can be freed
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
         copy_file(segment.fd, target / name)
         del segment
-    lost = [what for *_, what in _lost(target, checks, PART_NAME)]
+    lost = [what for *_, what in _lost_rows(target, checks, PART_NAME)]
     with contextlib.closing(connections.connect_reader(part)) as reader:
         lost += _damaged_settings(reader, checks).values()
-    for suffix in ("-shm", "-wal"):  # made by _lost
+    for suffix in ("-shm", "-wal"):  # made by _lost_rows
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
     sync(part)
     for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
@@ -99,8 +99,8 @@ def _fill(data_dir: Path, target: Path, checks: Checks) -> list[str]:
     return lost
 
 
-def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
-    """Begins a transaction, and opens the segments to which its rows refer, except those lost before."""
+def _hold_segments(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
+    """Begins a transaction, and opens the segments to which its rows refer, except segments lost before."""
     gone: set[str] = set()
     for _ in range(_TRIES):
         source.execute("BEGIN")
@@ -109,7 +109,7 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
         held: dict[str, Segment] = {}
         for name in wanted:
             with contextlib.suppress(FileNotFoundError):
-                held[name] = _pin(data_dir / name)
+                held[name] = _open_segment(data_dir / name)
         missing = wanted - held.keys()
         # The master deletes only segments to which no row refers. So a segment that was missing in an earlier try, and
         # to which a row of this transaction still refers, was lost before.
@@ -127,13 +127,13 @@ def _allow_descriptors(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if count > hard:
         raise JournalError(
-            f"The journal's segments are all held open, which takes {count} descriptors, and this process may have "
+            f"A backup holds all segments of the journal open: it takes {count} descriptors, and this process may have "
             f"{hard}. Raise that limit (ulimit -Hn), or stop the master and copy the directory."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
 
 
-def _pin(path: Path) -> Segment:
+def _open_segment(path: Path) -> Segment:
     """Opens a segment, so that it can be read after its name is gone, and locks it against reuse if it has shared
     payloads. Raises FileNotFoundError if the segment is gone.
     """
@@ -155,8 +155,8 @@ def _clear(target: Path) -> None:
 
 def salvage(data_dir: Path, checks: Checks) -> Iterator[str]:
     """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters, outcomes and settings
-    that can't be used, so that a master can start from it. Yields a description of each loss. The outcomes of lost
-    results stay. Raises JournalDamagedError if pages of the database are damaged, which it can't repair.
+    that can't be used, so that a master can start from it. Yields a description of each loss. An outcome whose
+    result is lost stays. Raises JournalDamagedError if pages of the database are damaged, which it can't repair.
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
@@ -186,7 +186,7 @@ def _delete_lost(path: Path, checks: Checks) -> list[str]:
     """
     writer = connections.connect_writer(path)
     try:
-        lost = _lost(path.parent, checks)
+        lost = _lost_rows(path.parent, checks)
         settings = _damaged_settings(writer, checks)
         _delete(path, writer, [(table, key) for table, key, stays, _ in lost if not stays], list(settings))
         connections.empty_log(writer)
@@ -198,7 +198,7 @@ def _delete_lost(path: Path, checks: Checks) -> list[str]:
 
 
 def _damaged_settings(connection: sqlite3.Connection, checks: Checks) -> dict[bytes, str]:
-    """The keys of settings that can't be used, and descriptions."""
+    """Returns the keys of settings that can't be used, and why."""
     found: dict[bytes, str] = {}
     rows = connection.execute("SELECT CAST(key AS BLOB), CAST(value AS BLOB), typeof(value) FROM setting").fetchall()
     if schema.SETTING_EPOCH.encode() not in [key for key, *_ in rows]:
@@ -207,7 +207,7 @@ def _damaged_settings(connection: sqlite3.Connection, checks: Checks) -> dict[by
         try:
             schema.check_value(key.decode(), value, kind)
             damage = checks.setting(key.decode(), value)
-        except DAMAGE as error:
+        except PARSE_ERRORS as error:
             damage = repr(error)
         if damage:
             found[key] = f"the setting {key.decode(errors='replace')!r}: {damage}"
@@ -215,9 +215,9 @@ def _damaged_settings(connection: sqlite3.Connection, checks: Checks) -> dict[by
 
 
 def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]], settings: Iterable[bytes]) -> None:
-    """Deletes the rows, repairs the settings, and notes that the journal is closed. Raises JournalDamagedError within
-    the transaction if pages are damaged. They are checked last: the check also reports columns without a value, whose
-    rows are deleted first.
+    """Deletes the rows, repairs the settings, and notes that the journal is closed. Raises JournalDamagedError, and
+    does not commit, if pages are damaged. The pages are checked last, because the check also reports columns without a
+    value, whose rows are deleted first.
     """
     writer.execute("BEGIN IMMEDIATE")
     schema.clear_open_flag(writer)
@@ -231,7 +231,7 @@ def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]],
     writer.execute("COMMIT")
 
 
-def _lost(data_dir: Path, checks: Checks, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
+def _lost_rows(data_dir: Path, checks: Checks, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
     reads = JournalReads(data_dir, database=database)
     try:
         return list(reads.lost_rows(checks))

@@ -17,7 +17,7 @@ _left_open: list[sqlite3.Connection] = []  # see close_keeping_log
 
 
 def has_log(path: Path) -> bool:
-    """Whether there is a write-ahead log. The database alone may lack some of the pages, and can't be read then."""
+    """Whether there is a write-ahead log that is not empty. Then the database file alone may lack some of the pages."""
     log = path.with_name(path.name + "-wal")
     return log.exists() and log.stat().st_size > 0
 
@@ -88,11 +88,11 @@ def close_keeping_log(path: Path, writer: sqlite3.Connection) -> None:
             reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # now the reader has a lock on the database
             writer.close()
     except sqlite3.Error:
-        _left_open.append(writer)  # without a reference it would be closed
+        _left_open.append(writer)  # without a reference Python would close it
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
-    """Opens a connection that only reads. Any thread may use it, one at a time."""
+    """Opens a connection that only reads. Any thread may use it, but only one at a time."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=ro",
         uri=True,

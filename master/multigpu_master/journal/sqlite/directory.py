@@ -1,8 +1,8 @@
 """The journal's directory: its lock, and the checks before anything in it is changed.
 
-It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which a master, or salvage, holds while it uses the
-directory; the kernel releases it if the process dies. A new database is created under another name and renamed, so it
-always has the whole schema, an application id and a version.
+It contains `journal.sqlite3` with its write-ahead log, and `LOCK`, which a master or salvage keeps locked while it uses
+the directory; the kernel unlocks the file if the process dies. A new database is created under another name and
+renamed, so it always has the whole schema, an application id and a version.
 Without a log, the id and the version are read from the file's header before SQLite opens the file. With a log, they are
 read through a connection that can't write, because the log may have newer values.
 """
@@ -43,7 +43,7 @@ from multigpu_master.journal.sqlite.schema import (
 from multigpu_master.journal.sqlite.segments import DIRECTORY_NAME as SEGMENTS
 
 LOCK_NAME = "LOCK"
-QUICK_CHECK_BYTES_MAX = 256 << 20  # of larger files only some tables are checked at a start
+QUICK_CHECK_BYTES_MAX = 256 << 20  # of a larger database only some tables are checked at a start
 
 
 class DirectoryLock:
@@ -59,8 +59,8 @@ class DirectoryLock:
             holder = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise JournalError(
-                f"The data directory {data_dir} is held by another master or by salvage ({holder}). Stop that one "
-                "first, or give this one a directory of its own (--data-dir)."
+                f"The data directory {data_dir} is held by another master or by salvage ({holder}). Stop that "
+                "process first, or give this one another directory (--data-dir)."
             ) from None
         except OSError:
             os.close(self._fd)
@@ -157,8 +157,8 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 
 
 def _check_contents(path: Path) -> None:
-    """Raises JournalError if a database is damaged or of another version. Changes nothing, but SQLite may build the
-    index of a log that has none.
+    """Raises JournalError if a database is damaged or of another version. Changes nothing, except that SQLite
+    may build the log's index if it is missing.
     """
     log = path.with_name(f"{DATABASE_NAME}-wal")
     index = path.with_name(f"{DATABASE_NAME}-shm")
@@ -171,7 +171,7 @@ def _check_contents(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
         scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
-        # Checked again after check_header: a newer multigpu that was killed may have its version in the log only.
+        # check_header can't read the log, which alone may have the version of a newer multigpu that was killed.
         identity = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
         _check_identity(path, *identity)
         if log_is_absent and left_open(connection):
@@ -191,7 +191,7 @@ def check_remains(path: Path) -> None:
     """
     if path.with_name(PART_NAME).exists():
         raise JournalError(
-            f"{path.parent} is an incomplete backup, whose making was broken off ({PART_NAME} exists). Use another one."
+            f"{path.parent} is an incomplete backup: it was interrupted ({PART_NAME} exists). Use another backup."
         )
     remains = [path.name + "-wal"] if has_log(path) else []
     segments, payloads = path.parent / SEGMENTS, path.parent / PAYLOADS

@@ -6,7 +6,7 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
-from multigpu_master.errors import DAMAGE, JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.errors import PARSE_ERRORS, JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
@@ -40,9 +40,9 @@ def explain(error: Exception, path: Path) -> JournalError:
             f"{file} can't be used: {error.strerror}. The journal needs a directory that this user may write to, and "
             "in which no other program deletes files."
         )
-    if isinstance(error, DAMAGE):
+    if isinstance(error, PARSE_ERRORS):
         return salvageable_error(path, f"one of its own settings can't be parsed ({error!r})")
-    # A table or a column is missing; or a text is no UTF-8, for which the module sqlite3 has no code.
+    # A table or a column is missing; or a text is not UTF-8, for which the module sqlite3 has no code.
     if code == sqlite3.SQLITE_ERROR or "decode to UTF-8" in str(error):
         return damaged_error(path, str(error))
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -60,7 +60,7 @@ def explain(error: Exception, path: Path) -> JournalError:
 
 
 def _has_no_descriptor() -> bool:
-    """Whether this process can't open a file now. SQLite reports it as a file that can't be opened."""
+    """Whether this process has no file descriptor left. SQLite only reports that it can't open the file."""
     try:
         os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -69,7 +69,7 @@ def _has_no_descriptor() -> bool:
 
 
 def _has_no_room(folder: Path) -> bool:
-    """Whether a small file finds no room. SQLite reports a quota that is used up as a failed write."""
+    """Whether the disk has no room for a small file. If a quota is used up, SQLite only reports a failed write."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)

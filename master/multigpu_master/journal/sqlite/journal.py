@@ -8,7 +8,7 @@ After each call into SQLite the thread waits for Python's global lock, so a tran
 If the disk is almost full, or the journal has its maximal size, submits are rejected and all other entries are written
 (room.py). If another program has filled the disk, the waiting entries are written one by one with the space of the
 reserve, and entries for which there is no space wait. After any other failure of the disk the journal reports it once
-and stops. The next process reads what was written.
+and stops. The next master reads what was written.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from multigpu_master.errors import DAMAGE, JournalError, JournalFullError
+from multigpu_master.errors import PARSE_ERRORS, JournalError, JournalFullError
 from multigpu_master.ids import Incarnation
 from multigpu_master.journal.protocol import CommitCallback, Entry, Recovered
 from multigpu_master.journal.sqlite import connections, directory, failures, room, schema
@@ -31,7 +31,7 @@ from multigpu_master.journal.sqlite.segments import Segments
 from multigpu_master.journal.sqlite.statements import transaction
 from multigpu_master.journal.sqlite.sweep import Sweeper
 
-RETRY_S = 0.5  # between two tries on a full disk
+RETRY_S = 0.5  # between two attempts to write to a full disk
 TICK_S = 1.0  # between two sweeps
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for sweeping
 SWEEP_AFTER_S = 5.0  # from `open` to the first sweep: by then most masters have recovered their tasks
@@ -55,7 +55,7 @@ class SqliteJournal(JournalReads):
         self._dedupe_window_s = dedupe_window_s
         self._size_max_bytes = size_max_bytes
         self._reserve = Reserve(path, size_max_bytes)
-        # A SimpleQueue, if its thread is suspended while a timeout passes, waits for ever (Python 3.11 and 3.12).
+        # Not a SimpleQueue: its get() never returns if the thread is suspended during the timeout (Python 3.11, 3.12).
         self._queue: queue.Queue[Sequence[Entry]] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
@@ -75,7 +75,7 @@ class SqliteJournal(JournalReads):
         return self._full is None
 
     def free_bytes(self) -> int:
-        """The bytes that are free on the disk, and those of the reserve."""
+        """The free bytes on the disk, plus the bytes of the reserve."""
         return self._reserve.size_bytes + room.free_bytes(self._data_dir)
 
     def works(self, within_s: float) -> bool:
@@ -87,8 +87,8 @@ class SqliteJournal(JournalReads):
     def open(
         self, on_commit: CommitCallback, begin_clock: Callable[[float], None] = lambda _newest_s: None
     ) -> Recovered:
-        """Locks, checks and opens the journal, starts its thread, and returns what a new master needs. `begin_clock` is
-        called, on this thread, with the newest time in the journal, before anything expires; 0.0: there is none.
+        """Locks, checks and opens the journal, starts its thread, and returns what a new master needs. Before anything
+        expires, calls `begin_clock` on the caller's thread with the newest time in the journal, or 0.0.
         """
         assert self._thread is None, "a journal is opened once"
         try:
@@ -100,14 +100,14 @@ class SqliteJournal(JournalReads):
         try:
             settings = self.settings()
             begin_clock(self.newest_time_s())
-            clock_difference_s = self._retention.add_downtime(self._last_cursor + 1)
+            clock_difference_s = self._downtimes.add_downtime(self._last_cursor + 1)
             # This block also empties the log, so the flag that the journal is open is in the database file, and the
             # next start notices if the log is missing.
             with self._room.reserve_released():
                 # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
                 # would take the new outcomes for older ones, and add the downtime to their lifetime.
-                self._full = self._no_room_for(self._sweeper.save_time) or self._room.refusal()
-        except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
+                self._full = self._full_error_from(self._sweeper.save_time) or self._room.prepare_for_submits()
+        except (sqlite3.Error, OSError, JournalError, *PARSE_ERRORS) as error:
             self._opened.close()
             raise failures.explain(error, self._path) from error
         self._on_commit = on_commit
@@ -138,10 +138,10 @@ class SqliteJournal(JournalReads):
             self._last_cursor = self.newest_cursor()
             begun = schema.begin_incarnation(self._writer, self._now(), self._last_cursor)
             if saved := schema.read_private(self._writer, schema.SETTING_TIME):
-                self._retention.load(saved)
-            self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
+                self._downtimes.load(saved)
+            self._sweeper = Sweeper(self._writer, self._segments, self._downtimes, self._dedupe_window_s)
             self._files = directory.FileIdentities(self._path)
-        except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
+        except (sqlite3.Error, OSError, JournalError, *PARSE_ERRORS) as error:
             opened.close()
             raise failures.explain(error, self._path) from error
         return begun
@@ -266,9 +266,9 @@ class SqliteJournal(JournalReads):
 
     def _write_one_by_one(self) -> bool:
         """Writes waiting entries with the space of the reserve, and returns whether any were written. Two kinds of
-        entries stay in sequence: settings, and outcomes other than small cancellations. If there is no space for one,
-        it and all later entries of its kind wait; the other entries are tried. Outcomes make room for the next ones,
-        because they delete their tasks.
+        entries stay in sequence: settings, and outcomes other than small cancellations. If there is no space for
+        such an entry, it and all later entries of its kind wait; the other entries are tried. Writing an outcome makes
+        room for the next one, because it deletes the task.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():
@@ -277,7 +277,7 @@ class SqliteJournal(JournalReads):
                 sequence = (
                     "outcomes" if not is_small_or_frees(entry) else "settings" if entry.settings or entry.epoch else ""
                 )
-                if sequence not in waits and not self._no_room_for(partial(self._write_one, entry)):
+                if sequence not in waits and not self._full_error_from(partial(self._write_one, entry)):
                     written = True
                     self._pending.popleft()
                     self._segments.delete_unused(self._writer)
@@ -294,7 +294,7 @@ class SqliteJournal(JournalReads):
             self._room.require_room_for_outcome(bytes_total)
         self._write_now([entry], bytes_total)
 
-    def _no_room_for(self, step: Callable[[], object]) -> JournalFullError | None:
+    def _full_error_from(self, step: Callable[[], object]) -> JournalFullError | None:
         """Calls `step`, which writes or checks for room. If there is no room, rolls back and returns the error."""
         try:
             step()
@@ -314,7 +314,7 @@ class SqliteJournal(JournalReads):
 
     def _try_end_full(self) -> None:
         """Accepts submits again if there is room."""
-        self._full = self._room.refusal()
+        self._full = self._room.prepare_for_submits()
         if self._full is None:
             self._rejected.clear()
             self._on_commit([], self._last_cursor + 1, None)
@@ -323,9 +323,9 @@ class SqliteJournal(JournalReads):
         """Writes the entries as one transaction, and syncs it."""
         self._room.require_room_for_transaction(bytes_total)
         statements, outcomes = transaction(batch, self._last_cursor + 1, bytes_total, self._segments)
-        if self._segments.waiting:
+        if self._segments.needs_flush:
             self._segments.flush()
-        alone = len(statements) == 1  # a transaction by itself: fewer calls
+        alone = len(statements) == 1  # SQLite makes it a transaction: fewer calls
         if not alone:
             self._writer.execute("BEGIN IMMEDIATE")
         for sql, parameters in statements:
@@ -372,7 +372,8 @@ class SqliteJournal(JournalReads):
         else:
             self._sweep_at_s = ended + TICK_S
             self._room.measure()
-            if self._full is None and (problem := self._no_room_for(partial(self._room.require_room_for_submits, 0))):
+            check = partial(self._room.require_room_for_submits, 0)
+            if self._full is None and (problem := self._full_error_from(check)):
                 self._begin_full(problem)
 
     def _fail(self, error: Exception) -> None:

@@ -31,9 +31,9 @@ from multigpu_master.errors import (
     PayloadLostError,
 )
 from multigpu_master.ids import TIME_END_S
+from multigpu_master.journal.downtimes import Downtimes
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import Checks, OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord, UsageKey
-from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, failures, schema, usage
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
@@ -78,13 +78,13 @@ class JournalReads:
         self, data_dir: Path, now: Callable[[], float] = time.time, database: str = schema.DATABASE_NAME
     ) -> None:
         self._now = now
-        self._retention = Retention(now)
+        self._downtimes = Downtimes(now)
         self._data_dir = data_dir
         self._path = data_dir / database
         self.payloads = Payloads(data_dir, self._refers_to)
         self._large = LargeObjects(data_dir, self.payloads)
         self._idle: list[sqlite3.Connection] = []
-        self._lock = threading.Lock()  # of _idle and _closed
+        self._lock = threading.Lock()  # protects _idle and _closed
         self._closed = False
 
     def close_readers(self) -> None:
@@ -127,7 +127,7 @@ class JournalReads:
             return connection.execute(sql, parameters).fetchall()
 
     def _settled(self, row: Sequence[Any]) -> SettledTask:
-        """The task of a row that begins with _SETTLED_COLUMNS."""
+        """Returns the task of a row that begins with _SETTLED_COLUMNS."""
         task = SettledTask(*row[: len(_SETTLED_TYPES)])
         valid = _are(row, _SETTLED_TYPES) and _is_time(task.submit_time_s)
         if not (valid and task.state in _STATES and task.cursor > 0 and task.task_id > 0):
@@ -135,14 +135,14 @@ class JournalReads:
         return task
 
     def _outcome(self, row: Sequence[Any], *, whole: bool = True) -> StoredOutcome:
-        """The outcome of a row of _OUTCOME_COLUMNS. `whole`: False leaves out a large result."""
+        """Returns the outcome of a row of _OUTCOME_COLUMNS. `whole`: False leaves out a large result."""
         self._settled(row)
         *settled, expire_time_s, body = row
         if not isinstance(expire_time_s, float):
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         outcome = StoredOutcome(*[*settled, None])
         if (
-            expire_time_s <= self._retention.now_without_downtime_s(outcome.cursor)
+            expire_time_s <= self._downtimes.now_without_downtime_s(outcome.cursor)
             and outcome.state != task_pb2.OUTCOME_STATE_DEAD_LETTERED
         ):
             return outcome  # the sweeper will delete the body
@@ -162,7 +162,7 @@ class JournalReads:
         return outcome
 
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
-        """`specs`: specs read before, by column value. `refer`: return a reference to a payload in a shared file."""
+        """`specs`: specs read before, by column value. `refer`: return a payload in a shared file as a Reference."""
         task = SubmitRecord(*row)
         if not (
             _are(row, _TASK_TYPES)
@@ -201,7 +201,7 @@ class JournalReads:
         )
 
     def _refers_to(self, name: str) -> bool:
-        """Whether any row refers to a shared file."""
+        """Whether any row refers to the segment `name`."""
         return bool(self._rows(IN_USE, bounds(name))[0][0])
 
     def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
@@ -270,8 +270,8 @@ class JournalReads:
     def usage(
         self, begin_s: float, end_s: float, group_by: Sequence[str] = (), queues: Collection[str] | None = None
     ) -> list[tuple[UsageKey, UsageSums]]:
-        """What tasks have used in the intervals that this period touches, summed by these fields of UsageKey (the
-        others are empty), the largest device time first. queues: None for all.
+        """Returns what tasks have used in the intervals that overlap the period, summed by the `group_by` fields of
+        UsageKey (the other fields are ""), the largest device time first. `queues`: None for all.
         """
         return [
             usage.parse_row(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _json_or_null(queues)))
@@ -279,7 +279,7 @@ class JournalReads:
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """Returns the settled tasks with these request_ids, by request_id. json_each cuts a request_id at a NUL. No
-        task has such a request_id, but the answer may then have the task whose request_id precedes the NUL.
+        task has such a request_id, but the answer may then have the task whose request_id is the part before it.
         """
         # In the order of cursors: if several tasks had a request_id, one after the other, the newest counts.
         sql = (
@@ -298,7 +298,7 @@ class JournalReads:
             rows = self._rows(f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor = ?", (task.cursor,))
             outcome = StoredOutcome(**asdict(task), body=None)
             try:
-                outcome = self._outcome(rows[0]) if rows else outcome  # else it has been forgotten since
+                outcome = self._outcome(rows[0]) if rows else outcome  # else the sweeper has deleted the row since
             except JournalDamagedError as error:  # the other outcomes can be read
                 outcome.lost = str(error)
             outcomes.append(outcome)
@@ -448,7 +448,7 @@ def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
 
 
 def _is_lost(cause: BaseException) -> bool:
-    """Whether a row with this reason is lost. Else it can't be read now, or not by this user."""
+    """Whether a row is lost if reading it raised `cause`; else it can't be read now, or not by this user."""
     return not (is_transient(cause) or isinstance(cause, PermissionError))
 
 

@@ -23,14 +23,14 @@ from multigpu_master.journal.sqlite import connections, failures
 from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import Segments
 
-TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records
+TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has this many records
 SMALL_BODY_BYTES = 4 << 10  # on a full disk, a cancellation's outcome up to this size may overtake waiting entries
 NAME = "reserve"
 # A segment has at most a quarter of the reserve's size, and outcomes may take half of the reserve
 # (require_room_for_outcome). So on a full disk the outcomes of all tasks whose payloads are in one segment can be
 # written, if they are smaller than the payloads. Then the segment is deleted.
 SEGMENTS_IN_RESERVE = 4
-_SHARE = 16
+_SHARE = 16  # the reserve has 1/16 of the disk or of the size limit
 _SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20
 
 
@@ -104,7 +104,7 @@ class Room:
         self._transaction_records = min(max(self._watermark_bytes // PAGE_BYTES, 16), TRANSACTION_RECORDS)
         self._used_bytes = 0
         self._bytes_until_measure = 0  # how much may be written before `_used_bytes` is measured again
-        # With the space of the reserve, the pages that are in the log alone must fit into the database.
+        # With the space of the reserve, the pages that are only in the log must fit into the database.
         connections.limit_log(writer, self._watermark_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
     def pop_batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:
@@ -157,8 +157,8 @@ class Room:
         self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
         self._bytes_until_measure = self._watermark_bytes // 2
 
-    def refusal(self) -> JournalFullError | None:
-        """Returns why no tasks can be accepted; None: they can. First makes the reserve, as far as there is space."""
+    def prepare_for_submits(self) -> JournalFullError | None:
+        """Makes the reserve, as far as there is space. Returns why no tasks can be accepted; None if they can."""
         try:
             self._reserve.make()
             self.measure()
@@ -183,7 +183,7 @@ class Room:
         self._empty_log()
         yield
         self._empty_log()
-        with contextlib.suppress(OSError):  # `refusal` tries again
+        with contextlib.suppress(OSError):  # `prepare_for_submits` tries again
             self._reserve.make()
 
     def _empty_log(self) -> None:
@@ -195,18 +195,18 @@ class Room:
 
 
 def content_bytes(entry: Entry) -> int:
-    """Returns the bytes of payloads, bodies, settings and each different spec. Usage takes almost none. Shared files
-    count as 0: their bytes are on the disk already.
+    """Returns the bytes of payloads, bodies, settings and distinct specs. Usage takes almost none. Bytes in shared
+    files are not counted, because they are on the disk already.
     """
     size = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
     submits = [*entry.submits, *[r.dead for r in entry.settles if r.dead is not None]]
     if submits:
         size += sum([len(r.payload) for r in submits if type(r.payload) is bytes])
         size += sum(map(len, {r.spec for r in submits}))
-    return size + sum([_own_bytes(r.body) for r in entry.settles])
+    return size + sum([_unshared_bytes(r.body) for r in entry.settles])
 
 
-def _own_bytes(body: bytes | LargeBody) -> int:
+def _unshared_bytes(body: bytes | LargeBody) -> int:
     """The bytes of a body without those in a shared file."""
     return len(body) if isinstance(body, bytes) or isinstance(body.tail, bytes) else len(body.head)
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from multigpu_master import ids
 from multigpu_master.core.model import EPOCH_IDS
-from multigpu_master.journal.retention import Retention
+from multigpu_master.journal.downtimes import Downtimes
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite import usage
 
 DATABASE_NAME = "journal.sqlite3"
-PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was broken off
+PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was interrupted
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
 SCHEMA_VERSION = 4
 PAGE_BYTES = 8192
@@ -26,16 +26,16 @@ SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
 # The name of the incarnation that opened the journal and has not closed it. While it is set, the log must exist.
 SETTING_OPEN = "journal.open"
 SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
-SETTING_TIME = "journal.time"  # the time last saved, and the downtimes: see retention.py
-_PRIVATE = "journal."  # how the keys of all these begin
-# What salvage sets in place of a value that can't be used.
+SETTING_TIME = "journal.time"  # the time last saved, and the downtimes: see downtimes.py
+_PRIVATE = "journal."  # the prefix of these keys
+# Queries for the values that salvage sets in place of values that can't be used.
 _REPAIRS = {
     # The newest epoch of the ids in the tables. If it is too low, ids.next_epoch begins with the host's time.
     SETTING_EPOCH: (
         f"SELECT ifnull(max(id), 0) / {EPOCH_IDS} FROM (SELECT max(first_id) AS id FROM incarnation "
         "UNION ALL SELECT max(task_id) FROM task UNION ALL SELECT max(task_id) FROM outcome)"
     ),
-    SETTING_REMOVED: "SELECT ifnull(max(cursor), 0) FROM outcome",  # it must not be too low
+    SETTING_REMOVED: "SELECT ifnull(max(cursor), 0) FROM outcome",  # the value must not be too low
 }
 _LEFT_OPEN = f"""
 SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
@@ -91,13 +91,13 @@ def begin_incarnation(
 
 
 def left_open(connection: sqlite3.Connection) -> bool:
-    """Whether the newest master has not closed the journal."""
+    """Whether the last master has not closed the journal."""
     ((flagged,),) = connection.execute(_LEFT_OPEN).fetchall()
     return bool(flagged)
 
 
 def check_value(key: str, value: bytes, kind: str) -> None:
-    """Raises one of DAMAGE if the journal can't use the value of this setting. `kind`: SQLite's type of the column."""
+    """Raises one of PARSE_ERRORS if the journal can't use the setting's value. `kind`: SQLite's type of the value."""
     if not key.startswith(_PRIVATE) and kind != "blob":
         raise ValueError(f"it is a value of type {kind}")
     if key == SETTING_EPOCH:
@@ -108,7 +108,7 @@ def check_value(key: str, value: bytes, kind: str) -> None:
     elif key == SETTING_LEASE_KEY:
         check_lease_key(value)
     elif key == SETTING_TIME:
-        Retention(time.time).load(value)
+        Downtimes(time.time).load(value)
 
 
 def repair(writer: sqlite3.Connection, key: bytes) -> None:

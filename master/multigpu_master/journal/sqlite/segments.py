@@ -1,12 +1,12 @@
 """Large payloads and bodies, beside the database: appended to files, to which its rows refer.
 
-SQLite would write each byte twice, to its log and to the database: for tasks with 1 MiB in and out, files take a fifth
-of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC; and for a
-body with a large result, the size of what precedes the result), or to a shared segment, whose name has a dash
-(journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without references
-are deleted. Payloads and bodies have separate segments, because they are deleted at different times. A segment is small
-compared with the reserve (room.py): on a full disk, the reserve has space for the outcomes of all tasks whose payloads
-are in one segment, which can be deleted then.
+SQLite would write each byte twice, to its log and to the database: for tasks with payloads and results of 1 MiB, files
+take a fifth of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and
+CRC; and for a body with a large result, the size of what precedes the result), or to a shared segment, whose name has a
+dash (journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without
+references are deleted. Payloads and bodies have separate segments, because they are deleted at different times. A
+segment is small compared with the reserve (room.py): on a full disk, the reserve has space for the outcomes of all
+tasks whose payloads are in one segment; then the segment can be deleted.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -56,7 +56,7 @@ class LargeObjects:
         self._shared = shared
 
     def restore(self, reference: str) -> bytes | Reference | None:
-        """As `read`, but for a shared file returns a Reference, which keeps the file, or None if the file is gone."""
+        """Like `read`, but for a shared file returns a Reference, which keeps the file, or None if the file is gone."""
         return self._shared.restore(reference) if is_shared(reference) else self.read(reference)
 
     def read(self, reference: str) -> bytes:
@@ -77,7 +77,7 @@ class LargeObjects:
         return data
 
     def read_without_result(self, reference: str) -> bytes:
-        """As `read`, for an Outcome whose result is not needed: a large result is not read, and the bytes are not
+        """Like `read`, for an Outcome whose result is not needed: a large result is not read, and the bytes are not
         checked then.
         """
         if is_shared(reference):
@@ -103,7 +103,7 @@ class LargeObjects:
 
 
 class _Appender:
-    """The segment to which payloads, or bodies, are appended. `fd` is -1 if the next one begins a new segment."""
+    """The segment to which payloads, or bodies, are appended. `fd` is -1 if the next `_put` begins a new segment."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -138,7 +138,7 @@ class Segments:
         return sum(self._sizes.values()) + self._shared.size_bytes
 
     @property
-    def waiting(self) -> bool:
+    def needs_flush(self) -> bool:
         """Whether `flush` has anything to do."""
         return bool(self.waiting_bytes or self._referred)
 
@@ -239,7 +239,7 @@ class Segments:
                 continue
             ((used,),) = writer.execute(IN_USE, bounds(f"{number:08x}")).fetchall()
             if not used:
-                (self._directory / f"{number:08x}").unlink(missing_ok=True)  # somebody may have deleted it
+                (self._directory / f"{number:08x}").unlink(missing_ok=True)  # another program may have deleted it
                 del self._sizes[number]
                 return True
         return False

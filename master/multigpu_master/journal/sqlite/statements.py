@@ -1,5 +1,5 @@
 """The statements of a transaction: as few as possible. One statement inserts up to 512 tasks, outcomes or dead letters.
-A statement has room for one of the numbers of rows in _ROWS; its WHERE skips rows that stay unused, which are NULL.
+Its number of rows is one of _ROWS; unused rows at its end are NULL, and its WHERE skips them.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -18,7 +18,8 @@ from multigpu_master.journal.sqlite.schema import SETTING_EPOCH
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 TASK_FIELDS, OUTCOME_FIELDS = 8, 13
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # that a statement may have
+# The numbers of rows that an insert may have.
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Limit of the values of one statement: SQLite keeps in memory the values that were last bound to each prepared
 # statement.
 _STATEMENT_BYTES = 1 << 20
@@ -34,7 +35,7 @@ def _insert_sql(table: str, fields: int, rows: int) -> str:
 
 
 def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Iterator[Statement]:
-    """Statements that insert these rows, given as one flat list. `bytes_total`: at least the bytes of their values."""
+    """Yields statements that insert rows. `values`: of all rows, flat. `bytes_total`: an upper bound of their bytes."""
     rows = len(values) // fields
     rows_max = _ROWS[-1]
     if bytes_total > _STATEMENT_BYTES:
@@ -47,7 +48,7 @@ def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Ite
 
 
 def task_values(records: Iterable[SubmitRecord], segments: Segments, specs: dict[str, bytes]) -> list[Any]:
-    """The columns of `task` or `dead_letter`, flat. Large specs go to `specs`, large payloads to `segments`."""
+    """Values of rows of `task` or `dead_letter`, flat. Adds large specs to `specs`, large payloads to `segments`."""
     values: list[Any] = []
     for r in records:
         payload: bytes | Sized | str = r.payload
@@ -80,7 +81,7 @@ def setting(key: str, value: bytes | None) -> Statement:
 def transaction(
     batch: Sequence[Entry], first_cursor: int, bytes_total: int, segments: Segments
 ) -> tuple[list[Statement], int]:
-    """The statements that write these entries, and the number of outcomes among them."""
+    """Returns the statements that write these entries, and the number of their outcomes."""
     submits: Iterable[SubmitRecord] = itertools.chain.from_iterable([entry.submits for entry in batch])
     settles = list(itertools.chain.from_iterable([entry.settles for entry in batch]))
     if settles:  # of a task submitted and settled in this transaction, only the outcome is written

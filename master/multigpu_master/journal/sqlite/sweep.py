@@ -6,7 +6,7 @@ runs between two commits. SQLite reuses empty pages; when they are a large share
 
 The row of the newest outcome stays, whatever its age, so that no cursor is issued twice. The outcome of a dead letter
 stays as long as the dead letter. So rows are not always deleted in order: `removed_cursor` is the highest deleted one.
-Time during which no master ran does not age an outcome (retention.py).
+Time during which no master ran does not age an outcome (downtimes.py).
 """
 
 # ruff: noqa: S608  # statements are composed of this package's constants; values are always bound
@@ -15,7 +15,7 @@ import heapq
 import sqlite3
 from collections.abc import Sequence
 
-from multigpu_master.journal.retention import Retention
+from multigpu_master.journal.downtimes import Downtimes
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite import usage
 from multigpu_master.journal.sqlite.schema import SETTING_REMOVED, SETTING_TIME, read_private
@@ -50,22 +50,21 @@ class Sweeper:
     """Deletes what has expired, through the writer's connection and on its thread."""
 
     def __init__(
-        self, writer: sqlite3.Connection, segments: Segments, retention: Retention, dedupe_window_s: float
+        self, writer: sqlite3.Connection, segments: Segments, downtimes: Downtimes, dedupe_window_s: float
     ) -> None:
         self._writer = writer
         self._segments = segments
-        self._retention = retention
-        self._now = retention.clock
-        self.removed_cursor = int(
-            read_private(writer, SETTING_REMOVED) or 0
-        )  # raised before the rows go, so that no reader misses it
+        self._downtimes = downtimes
+        self._now = downtimes.clock
+        # Increased before the deletion is committed: a reader to which a row is missing sees the new value.
+        self.removed_cursor = int(read_private(writer, SETTING_REMOVED) or 0)
         self._dedupe_window_s = dedupe_window_s
         self._last_spec_digest = ""  # the last spec examined; "": begin with the first
-        self._usage_at_s = 0.0  # the next sweep of usage
+        self._usage_at_s = 0.0  # when usage is swept next
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
         self._last_cursor: int = newest or 0
         self._newest_zone = self._last_cursor // _ZONE_CURSORS
-        # A heap of (due_s, zone). An entry is stale unless it is the zone's in _entries.
+        # A heap of (due_s, zone). An entry is stale unless _entries has it.
         self._zones: list[tuple[float, int]] = []
         self._entries: dict[int, tuple[float, int]] = {}
         cursor: int | None = oldest or 0
@@ -96,7 +95,7 @@ class Sweeper:
         """Does one part of the due work. Returns False if there was none. `disk_full`: even small amounts of unused
         space in the files are returned to the disk.
         """
-        if self._retention.save_due():
+        if self._downtimes.save_due():
             self.save_time()
         return (
             self._sweep_zone()
@@ -108,7 +107,7 @@ class Sweeper:
 
     def save_time(self) -> None:
         ((oldest,),) = self._writer.execute("SELECT min(cursor) FROM outcome").fetchall()
-        self._retention.save(oldest or 0, lambda value: self._writer.execute(*setting(SETTING_TIME, value)))
+        self._downtimes.save(oldest or 0, lambda value: self._writer.execute(*setting(SETTING_TIME, value)))
 
     def _sweep_zone(self) -> bool:
         now = self._now()
@@ -123,16 +122,14 @@ class Sweeper:
         try:
             due_s = self._due_s(low, high)
             if due_s is not None and due_s <= now:
-                self._forget(low, high, self._retention.now_without_downtime_s(low))
+                self._delete_due(low, high, self._downtimes.now_without_downtime_s(low))
                 due_s = self._due_s(low, high)
         except sqlite3.Error:
             self._schedule(zone, now + _PERIOD_S)
             raise
         if due_s is not None and due_s <= now:  # _STEP_BYTES was reached
             self._schedule(zone, now)
-        elif (
-            high >= self._last_cursor
-        ):  # the newest row stays for now; the zone gets more rows, which may expire sooner
+        elif high >= self._last_cursor:  # the newest row stays for now; later rows of the zone may expire sooner
             self._schedule(zone, now + _PERIOD_S)
         elif due_s is not None:
             self._schedule(zone, max(due_s, now + _PERIOD_S))
@@ -142,9 +139,9 @@ class Sweeper:
         """Returns when the first body or row of these outcomes is due to be deleted; None if none can be deleted."""
         parameters = (self._dedupe_window_s, low, high, self._last_cursor)
         ((due_s,),) = self._writer.execute(_DUE_S, parameters).fetchall()
-        return None if due_s is None else float(due_s) + self._retention.downtime_s(low)
+        return None if due_s is None else float(due_s) + self._downtimes.downtime_s(low)
 
-    def _forget(self, low: int, high: int, now: float) -> None:
+    def _delete_due(self, low: int, high: int, now: float) -> None:
         bytes_dropped = 0
         for cursor, body_bytes in self._writer.execute(_EXPIRED_BODIES, (low, high, now)).fetchall():
             bytes_dropped += body_bytes
