@@ -323,6 +323,13 @@ def test_a_file_that_is_too_short_is_damage(tmp_path: Path) -> None:
     assert "the segment ends before 5 + 3" in str(error)
 
 
+def test_a_mistake_of_the_program_is_not_damage(tmp_path: Path) -> None:
+    """It was said to be a damaged setting, with advice to salvage a sound journal."""
+    error = OverflowError("Python int too large to convert to SQLite INTEGER")
+    assert not isinstance(failures.explain(error, tmp_path), JournalDamagedError)
+    assert isinstance(failures.explain_open(error, tmp_path), JournalDamagedError)
+
+
 @pytest.mark.parametrize("used_up", [True, False])
 def test_a_quota_that_is_used_up_is_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, used_up: bool

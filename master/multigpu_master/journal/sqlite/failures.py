@@ -40,8 +40,6 @@ def explain(error: Exception, path: Path) -> JournalError:
             f"{file} can't be used: {error.strerror}. The journal needs a directory that this user may write to, and "
             "in which no other program deletes files."
         )
-    if isinstance(error, PARSE_ERRORS):
-        return salvageable_error(path, f"one of its own settings can't be parsed ({error!r})")
     # A table or a column is missing; or a text is not UTF-8, for which the module sqlite3 has no code.
     if code == sqlite3.SQLITE_ERROR or "decode to UTF-8" in str(error):
         return damaged_error(path, str(error))
@@ -57,6 +55,13 @@ def explain(error: Exception, path: Path) -> JournalError:
         f"({getattr(error, 'sqlite_errorname', type(error).__name__)}). Look at the disk (dmesg, df); what was "
         "acknowledged is safe, and starting the master again recovers it."
     )
+
+
+def explain_open(error: Exception, path: Path) -> JournalError:
+    """As explain, for an error of opening the journal, which reads its settings: PARSE_ERRORS are damage."""
+    if isinstance(error, PARSE_ERRORS):
+        return salvageable_error(path, f"one of its own settings can't be parsed ({error!r})")
+    return explain(error, path)
 
 
 def _has_no_descriptor() -> bool:

@@ -109,7 +109,7 @@ class SqliteJournal(JournalReads):
                 self._full = self._full_error_from(self._sweeper.save_time) or self._room.prepare_for_submits()
         except (sqlite3.Error, OSError, JournalError, *PARSE_ERRORS) as error:
             self._opened.close()
-            raise failures.explain(error, self._path) from error
+            raise failures.explain_open(error, self._path) from error
         self._on_commit = on_commit
         self._sweep_at_s = time.monotonic() + SWEEP_AFTER_S
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -143,7 +143,7 @@ class SqliteJournal(JournalReads):
             self._files = directory.FileIdentities(self._path)
         except (sqlite3.Error, OSError, JournalError, *PARSE_ERRORS) as error:
             opened.close()
-            raise failures.explain(error, self._path) from error
+            raise failures.explain_open(error, self._path) from error
         return begun
 
     def append(self, *entries: Entry) -> None:
