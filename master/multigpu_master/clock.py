@@ -1,4 +1,4 @@
-"""The master's clock, in seconds since the epoch. Once started, it never goes back and never jumps.
+"""The master's clock, in seconds since 1970. Once started, it never goes back and never jumps.
 
 Sessions, leases, deadlines and the retention of outcomes use this clock, and a jump would end all of them at once. The
 clock starts at the host's time, or at that of the newest task or outcome in the journal if that is later, and then
@@ -25,7 +25,7 @@ class Clock:
         self._offset_s = max(self._offset_s, newest_s - self._monotonic())
 
     def now(self) -> float:
-        """The time now, in seconds since the epoch."""
+        """The time now, in seconds since 1970."""
         return self._offset_s + self._monotonic()
 
     def skew(self) -> float:

@@ -1,4 +1,4 @@
-"""The master's errors. If a gRPC method raises a CallError, or an error that `call_error` converts, `rpc.registration`
+"""The master's errors. If a gRPC method raises a CallError, or an error that `call_error` converts, `rpc.services`
 ends the call with its status.
 """
 

@@ -38,7 +38,7 @@ class Outbox(Generic[F]):
         self._finished = False
         # Has the error of the first `abort` as its result.
         self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
-        self.bytes = 0  # size of all waiting items
+        self.waiting_bytes = 0  # size of all waiting items
         # By task_id: index of the first partial output to send. The peer got the earlier ones on an earlier stream.
         self.partials_from: dict[int, int] = {}
         self.peer_name = ""  # the name of the client, or of the worker's process, at the other end
@@ -55,7 +55,7 @@ class Outbox(Generic[F]):
             self._waiting.append(newest)
         newest.items += items
         newest.size_bytes += size
-        self.bytes += size
+        self.waiting_bytes += size
         wake = self._wake
         if wake is not None and not wake.done():
             wake.set_result(None)
@@ -70,7 +70,7 @@ class Outbox(Generic[F]):
             await self._wake
             self._wake = None
         first = self._waiting.popleft()
-        self.bytes -= first.size_bytes
+        self.waiting_bytes -= first.size_bytes
         self._frame_taken.set()
         return first.frame
 
@@ -83,7 +83,7 @@ class Outbox(Generic[F]):
     def abort(self, error: CallError) -> None:
         """Ends the stream with this error at once, and drops the waiting frames. The first error counts."""
         self._waiting.clear()
-        self.bytes = 0
+        self.waiting_bytes = 0
         self._frame_taken.set()
         if not self.aborted.done():
             self.aborted.set_result(error)
@@ -102,6 +102,6 @@ class Outbox(Generic[F]):
 
     async def wait_below(self, limit_bytes: int) -> None:
         """Returns when the size of all waiting items is at most `limit_bytes`."""
-        while self.bytes > limit_bytes:
+        while self.waiting_bytes > limit_bytes:
             self._frame_taken.clear()
             await self._frame_taken.wait()

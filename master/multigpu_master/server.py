@@ -27,8 +27,8 @@ from multigpu_master.metrics.master import MasterMetrics
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.registration import Reflection, add_service
 from multigpu_master.rpc.requests import read_small
+from multigpu_master.rpc.services import Reflection, add_service
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.rpc.worker_service import WorkerService
 from multigpu_master.security import listeners

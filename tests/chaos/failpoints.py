@@ -79,7 +79,7 @@ FAILPOINTS = [
     *_around(MASTER, "an outcome is sent", f"{_M}.driver", "Driver._send_outcomes", FAILS),
     *_around(MASTER, "leases are put into frames", f"{_M}.worker_streams", "WorkerStreams._put_leases", FAILS),
     *_around(MASTER, "leases end in the core", f"{_M}.core.ledger", "Ledger.succeed", FAILS),
-    *_around(MASTER, "settles go to the journal", f"{_M}.write_buffer", "WriteBuffer.settles", AFTER),
+    *_around(MASTER, "settles go to the journal", f"{_M}.write_buffer", "WriteBuffer.append_settles", AFTER),
     # The recovery from all of the above.
     *_around(MASTER, "the journal is opened", f"{_M}.journal.sqlite.journal", "SqliteJournal.open", once=True),
     *_around(MASTER, "the listeners are opened", f"{_M}.server", "Master._listen", once=True),

@@ -54,8 +54,10 @@ def events(outcome: multigpu.Outcome) -> list[dict[str, Any]]:
     return [json.loads(data) for data in outcome.message.partials]
 
 
-def losses(outcome: multigpu.Outcome) -> list[float]:
-    return [event["metrics"]["loss"] for event in events(outcome) if "loss" in event.get("metrics", {})]
+def losses(outcome: multigpu.Outcome) -> list[tuple[int, float]]:
+    """The kept losses with their steps, in the order in which they came."""
+    found = [event for event in events(outcome) if "loss" in event.get("metrics", {})]
+    return [(event["step"], event["metrics"]["loss"]) for event in found]
 
 
 def ctl(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +83,7 @@ def tuned(client: multigpu.Client, **options: Any) -> tuple[dict[str, Any], list
     handle = client.finetune("tiny", texts(100), **settings | options)
     outcome = handle.outcome()
     assert outcome.succeeded, outcome
-    return outcome.value()["finetuned"], losses(outcome)
+    return outcome.value()["finetuned"], [loss for _, loss in losses(outcome)]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ def test_a_pass_that_runs_out_of_memory_is_halved(fleet: Fleet, client: multigpu
 
 def test_a_killed_job_ends_as_the_undisturbed_one(fleet: Fleet, client: multigpu.Client) -> None:
     settings: dict[str, Any] = {"world_size": 2, "every": 20, "learning_rate": 1e-3, "length": 64, "steps_max": 300}
-    whole = losses(client.finetune("tiny", texts(100), output="whole", **settings).outcome())
+    whole = dict(losses(client.finetune("tiny", texts(100), output="whole", **settings).outcome()))
     handle = client.finetune("tiny", texts(100), name="killed", output="killed", **settings)
     folder = fleet.folder / "train" / "jobs" / "killed"
     until(lambda: [*folder.glob("checkpoints/checkpoint-*/COMMITTED")], 120)
@@ -148,10 +150,12 @@ def test_a_killed_job_ends_as_the_undisturbed_one(fleet: Fleet, client: multigpu
     outcome = handle.outcome()
     assert outcome.succeeded, outcome
     assert outcome.attempts == 2
-    curve = {event["step"]: event["metrics"]["loss"] for event in events(outcome) if "loss" in event.get("metrics", {})}
-    assert [curve[step] for step in sorted(curve)] == pytest.approx(whole, abs=1e-6)
-    steps = [event["step"] for event in events(outcome) if "loss" in event.get("metrics", {})]
-    assert len(steps) <= 300 + 280, "it began at a checkpoint"
+    reported = losses(outcome)
+    # Of a job that takes long, steps that follow another one at once are left out (Events).
+    shared = dict(reported).keys() & whole.keys()
+    assert len(shared) > 250
+    assert [dict(reported)[step] for step in shared] == pytest.approx([whole[step] for step in shared], abs=1e-6)
+    assert len(reported) <= 300 + 280, "it began at a checkpoint"
     assert not (folder / "checkpoints").exists(), "the result replaces them"
     assert outcome.value()["checkpoint"] is None
     assert "goes on from the checkpoint of step" in outcome.log

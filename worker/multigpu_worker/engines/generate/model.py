@@ -6,6 +6,7 @@ cache, and the logits must agree.
 """
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ from multigpu_worker.engines.generate.weights import dequantised, read_weights
 from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
+# Time for the end of another rank's process, once its connections have closed.
+RANK_END_S = 1.0
 # Context of models that name no limit.
 CONTEXT_TOKENS = 2048
 # Default limits of the cache: on a CPU (and at most a quarter of the host's memory); on a GPU, as a share of its free
@@ -95,6 +98,8 @@ class GenerateModel:
         try:
             return self._forward(pieces, wanted)
         except Exception as error:
+            # The step also fails if another rank has ended: then the thread that watches that rank ends this process.
+            time.sleep(RANK_END_S)
             log.exception("a step of a model with several ranks has failed")
             self.group.end(f"rank 0: {error!r}")
 
