@@ -391,7 +391,7 @@ class Driver:
                     outbox.add_pending(-1)
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
-                    if outbox.bytes > self._stream_bytes_max:
+                    if outbox.waiting_bytes > self._stream_bytes_max:
                         self._abort_unread(outbox)
             if not task.spec.durable:
                 self._wake(task.task_id)
@@ -443,7 +443,7 @@ class Driver:
                         request_id=task.request_id, task_id=task.task_id, index=index, data=data,
                         content_type=content_type,
                     )  # fmt: skip
-                if outbox.bytes > self._stream_bytes_max:
+                if outbox.waiting_bytes > self._stream_bytes_max:
                     self._abort_unread(outbox)
 
     def _breaker_changed(self, command: ev.BreakerChanged) -> None:

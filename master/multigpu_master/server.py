@@ -27,8 +27,8 @@ from multigpu_master.metrics.master import MasterMetrics
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
-from multigpu_master.rpc.registration import Reflection, add_service
 from multigpu_master.rpc.requests import read_small
+from multigpu_master.rpc.services import Reflection, add_service
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.rpc.worker_service import WorkerService
 from multigpu_master.security import listeners
@@ -251,7 +251,7 @@ class Master:
         if change.gone:
             self._worker_log.forget(worker)
         else:
-            self._worker_log.changed(worker)
+            self._worker_log.on_changed(worker)
         if change.save:
             setting = settings.worker_setting(worker)
             driver.write_buffer.append(Entry(settings=dict.fromkeys(setting) if change.gone else setting))

@@ -7,7 +7,7 @@ import grpc
 import pytest
 import structlog
 from multigpu.v1 import worker_service_pb2
-from multigpu_master.rpc.registration import add_service
+from multigpu_master.rpc.services import add_service
 
 SESSION = "/multigpu.v1.WorkerService/Session"
 

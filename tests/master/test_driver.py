@@ -96,7 +96,7 @@ async def test_partial_outputs_that_nobody_reads_end_their_stream(stage: Stage) 
     tasks = stage.submit(*[f"r{n}" for n in range(6)])
     for lease in leases_of(tasks):
         stage.driver.handle(ev.Partials(1, [ev.PartialOutput(lease.lease_id, 0, bytes(15 << 20))]))
-        assert stage.outbox.bytes <= STREAM_BYTES_MAX
+        assert stage.outbox.waiting_bytes <= STREAM_BYTES_MAX
     assert stage.outbox.aborted.result().code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -121,7 +121,7 @@ async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatc
 async def test_a_cancellation_is_sent_once_it_is_durable(stage: Stage) -> None:
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
-    assert stage.outbox.bytes == 0, "nothing is told before that"
+    assert stage.outbox.waiting_bytes == 0, "nothing is told before that"
     received = await outcomes(stage.outbox)
     assert received["withdrawn"].state == task_pb2.OUTCOME_STATE_CANCELLED
     assert stage.journal.get_outcome(task.task_id) is not None
@@ -133,7 +133,7 @@ async def test_an_outcome_without_space_on_the_disk_is_not_sent(stage: Stage, mo
     await stage.durable()
     monkeypatch.setattr(stage.driver.write_buffer, "writable", False)
     stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
-    assert stage.outbox.bytes == 0
+    assert stage.outbox.waiting_bytes == 0
     assert (await outcomes(stage.outbox))["ended"].result == b"done"
     assert stage.journal.get_outcome(task.task_id) is not None
 
@@ -327,7 +327,7 @@ async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellatio
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
     assert stage.driver.join_held_outcome(task, stream)
-    assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
+    assert (outbox.waiting_bytes, outbox.pending_outcomes) == (0, 1)
     received = await outcomes(outbox)
     assert (received["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
@@ -556,7 +556,7 @@ async def test_leases_whose_payloads_can_not_be_read_leave_no_bytes_to_send(stag
     outbox.finish()
     frame = await outbox.next()
     assert frame is not None
-    assert (frame.message.frame, outbox.bytes) == (1, 0)
+    assert (frame.message.frame, outbox.waiting_bytes) == (1, 0)
 
 
 async def test_a_call_for_models_writes_no_older_settings_of_workers(
@@ -591,7 +591,7 @@ async def test_following_tasks_waits_for_a_client_that_does_not_read(stage: Stag
     for _ in range(100):
         await asyncio.sleep(0)
     assert not following.done()
-    assert outbox.bytes <= STREAM_BYTES_MAX
+    assert outbox.waiting_bytes <= STREAM_BYTES_MAX
     received: set[str] = set()
     while len(received) < len(names):
         frame = await outbox.next()

@@ -10,7 +10,7 @@ import pytest
 from multigpu.daemon.grpc_server import Server
 from multigpu.v1 import task_service_pb2
 from multigpu_master.errors import NotFoundError
-from multigpu_master.rpc.registration import add_service
+from multigpu_master.rpc.services import add_service
 
 SERVICE = task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]
 METADATA = (("x-kept", "v" * 100),)

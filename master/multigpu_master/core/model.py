@@ -146,7 +146,7 @@ WITHDRAWN = "Withdrawn"
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """How a task ended. Times in seconds since the epoch; 0.0: the task did not reach that stage."""
+    """How a task ended. Times in seconds since 1970; 0.0: the task did not reach that stage."""
 
     state: OutcomeState
     finish_s: float

@@ -50,7 +50,7 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
-    """Returns by queue the submit time of its oldest waiting task, in seconds since the epoch. Of each resource class,
+    """Returns by queue the submit time of its oldest waiting task, in seconds since 1970. Of each resource class,
     looks only at the first task. Tasks that pause before an attempt do not wait. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}

@@ -75,7 +75,7 @@ class RunStream:
         if self._ended:
             await self._send_ended()
         # Backpressure: read no more from a client that does not read, or submits faster than the disk writes.
-        if self._outbox.bytes > self._half_full_bytes:
+        if self._outbox.waiting_bytes > self._half_full_bytes:
             await self._outbox.wait_below(self._half_full_bytes)
         await self._driver.write_buffer.wait_for_backlog()
 
@@ -157,7 +157,7 @@ class RunStream:
         """
         core, known, waited = self._driver.core, self._driver.find_settled(request_ids), False
         for request_id in request_ids:
-            if self._outbox.bytes > self._half_full_bytes:
+            if self._outbox.waiting_bytes > self._half_full_bytes:
                 await self._outbox.wait_below(self._half_full_bytes)
                 waited = True
             task: Task | SettledTask | None = core.ledger.requests.get(request_id) or known.get(request_id)

@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"mgpu_([0-9a-f]{12})_([0-9a-f]{64})")
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Token:
-    """A caller's identity and limits. Times are seconds since the epoch."""
+    """A caller's identity and limits. Times are seconds since 1970."""
 
     token_id: str
     name: str
@@ -81,7 +81,7 @@ class Token:
 
 
 class Tokens:
-    """All tokens, by token_id. `now`: seconds since the epoch."""
+    """All tokens, by token_id. `now`: seconds since 1970."""
 
     def __init__(self, settings: Mapping[str, bytes], now: Callable[[], float]) -> None:
         """Raises JournalError if a token among the journal's settings is damaged."""

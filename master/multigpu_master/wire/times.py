@@ -10,19 +10,19 @@ SECONDS_MIN, SECONDS_MAX = -62e9, 100e9
 
 
 def seconds_of(message: Timestamp | Duration) -> float:
-    """Returns a Timestamp in seconds since the epoch, or a Duration in seconds, limited to SECONDS_MIN..SECONDS_MAX."""
+    """Returns a Timestamp in seconds since 1970, or a Duration in seconds, limited to SECONDS_MIN..SECONDS_MAX."""
     return min(max(message.seconds + message.nanos / 1e9, SECONDS_MIN), SECONDS_MAX)
 
 
 def set_time(message: Timestamp, seconds: float) -> None:
-    """Fills a Timestamp from seconds since the epoch."""
+    """Fills a Timestamp from seconds since 1970."""
     whole = math.floor(seconds)
     message.seconds = whole
     message.nanos = int((seconds - whole) * 1e9)
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """A Timestamp from seconds since the epoch."""
+    """A Timestamp from seconds since 1970."""
     message = Timestamp()
     set_time(message, seconds)
     return message

@@ -156,7 +156,7 @@ HTTP2 = "hostile/test_http2.py::test_"
 # What the master does before it knows a peer's token.
 grpc_server = partial(Mutation, module="multigpu.daemon.grpc_server")
 small_requests = partial(Mutation, module="multigpu_master.rpc.requests")
-registration = partial(Mutation, module="multigpu_master.rpc.registration")
+services = partial(Mutation, module="multigpu_master.rpc.services")
 health = partial(Mutation, module="multigpu_master.rpc.health_service")
 
 TRANSPORT = (
@@ -190,7 +190,7 @@ TRANSPORT = (
         "time.monotonic()",
         HTTP2 + "health_requests_hold_little_together",
     ),
-    registration(
+    services(
         "a request is read before the token is checked",
         """        serve = serve if method.client_streaming else _with_request_read(serve, name, read)
         serve = serve if auth is None else auth.with_checks(serve, name)
