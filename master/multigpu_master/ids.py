@@ -99,7 +99,7 @@ class Incarnations:
 
     def __init__(self, known: Sequence[Incarnation]) -> None:
         self.current = known[-1].name
-        self._ends = {one.name: (following.first_id, following.first_cursor) for one, following in pairwise(known)}
+        self._ends = {one.name: (after.first_id, after.first_cursor) for one, after in pairwise(known)}
         self._ends[self.current] = EPOCHS_END * EPOCH_IDS, CURSORS_END
 
     def ids_end(self, name: str) -> int:

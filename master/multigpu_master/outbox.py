@@ -46,8 +46,8 @@ class Outbox(Generic[F]):
         self._none_pending = asyncio.Event()
 
     def frame_for(self, size: int, items: int = 1) -> F:
-        """Counts `items` items of `size` bytes in total as waiting, wakes the writer, and returns the frame to which the
-        caller must add the items before the next await.
+        """Counts `items` items of `size` bytes in total as waiting, wakes the writer, and returns the frame to which
+        the caller must add the items before the next await.
         """
         newest = self._waiting[-1] if self._waiting else None
         if newest is None or newest.items >= FRAME_ITEMS or newest.size_bytes + size > FRAME_BYTES:

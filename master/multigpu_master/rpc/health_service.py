@@ -1,8 +1,8 @@
 """grpc.health.v1, which needs no token. A peer that does not read its responses can't delay other peers, and can keep
 at most CALLS_MAX calls open in a TCP connection.
 
-gRPC can't end a stream whose peer does not read the response: the stream stays open until the connection ends. So a call
-counts as open until gRPC has sent the last response of the call.
+gRPC can't end a stream whose peer does not read the response: the stream stays open until the connection ends. So a
+call counts as open until gRPC has sent the last response of the call.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ WATCHES_MAX = 64  # open Watch streams of all connections
 
 
 class Health:
-    """The serving states, by name of a service or worker. The methods send responses with `context.write` and return nothing, so that
-    `_count` also covers the sending.
+    """The serving states, by name of a service or worker. The methods send responses with `context.write` and return
+    nothing, so that `_count` also covers the sending.
     """
 
     def __init__(self) -> None:

@@ -86,17 +86,15 @@ class Intake:
             if not isinstance(candidate, Task):
                 answers.append(candidate)
             elif (stored := known.get(candidate.request_id)) is not None:
-                difference = conflict(
-                    stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate, stored.state
-                )
-                answers.append(difference or stored)
+                clash = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate, stored.state)
+                answers.append(clash or stored)
             else:
                 answers.append(next(new_answers))
         return answers
 
     def _pop_failed(self, request_ids: Sequence[str], known: dict[str, SettledTask]) -> dict[str, int]:
-        """Removes the tasks that did not succeed from `known`, so that new tasks with their request_ids run. Returns the
-        task_ids of the dead letters that the new tasks replace, by request_id.
+        """Removes the tasks that did not succeed from `known`, so that new tasks with their request_ids run. Returns
+        the task_ids of the dead letters that the new tasks replace, by request_id.
         """
         failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
         replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
