@@ -1,5 +1,5 @@
-"""The master's errors. If a gRPC method raises a CallError, or an error that `call_error` converts, `rpc.services`
-ends the call with its status.
+"""The master's errors. If a gRPC method raises an exception, `rpc.services` ends the call with the status of the
+CallError that `call_error` returns for the exception.
 """
 
 from urllib.parse import quote
@@ -10,9 +10,9 @@ from multigpu._transport.payloads import is_transient
 
 log = structlog.get_logger()
 
-# Limit of a status's text, also after the encoding for its header: clients reject a status whose header is too long.
+# Limit of a status's text, before and after its encoding for the header: clients reject a status with a longer header.
 DETAILS_BYTES_MAX = 3000
-_UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that the encoding does not change
+_UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that the encoding keeps
 
 
 # Exceptions that parsing a damaged setting may raise.
@@ -40,7 +40,7 @@ class JournalFullError(JournalError):
 
 
 class InvalidMessageError(Exception):
-    """A task or a worker's message is invalid; the text says why and what is allowed."""
+    """A task, or a message of a worker, is invalid; the text says why and what is allowed."""
 
 
 class CallError(Exception):
@@ -86,7 +86,7 @@ def damaged_setting_error(key: str, error: Exception) -> JournalError:
     """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of PARSE_ERRORS."""
     return JournalError(
         f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or run "
-        "`mgpu-master --data-dir DIR salvage`, which removes that setting and keeps the rest."
+        "`mgpu-master --data-dir DIR salvage`, which removes only that setting."
     )
 
 
@@ -104,5 +104,5 @@ def call_error(error: Exception, method: str) -> CallError:
     if isinstance(error, JournalError) or is_transient(error):
         log.error("a call failed: the journal, a file or memory cannot be used now", method=method, error=repr(error))
         return CallError(f"the master cannot serve this call now ({error!r}); try again", grpc.StatusCode.UNAVAILABLE)
-    log.error("a call failed by a fault of the master", method=method, exc_info=error)
+    log.error("a call failed because of a fault in the master", method=method, exc_info=error)
     return CallError(f"the master failed to serve {method}: {error!r}; its log has the details")

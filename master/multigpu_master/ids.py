@@ -1,14 +1,15 @@
 """The ids that a master issues, and how later masters recognise them.
 
 An id of a task or a lease has 29 bits of epoch above 24 bits of counter. So it is below 2**53, the end of JavaScript's
-integers. An epoch is on the disk before its first id is used. The epoch is the wall clock in whole seconds since 2025,
-and the counter starts at the fraction of the second times 2**23: a master on an empty journal or on an older copy
-repeats no id, even if it starts in the same second as its predecessor. An epoch is always above the journal's last one.
+exact integers. The journal syncs an epoch to the disk before the master uses the epoch's first id. The epoch is the
+wall clock in whole seconds since 2025, and the counter starts at the fraction of the second times 2**23: a master on an
+empty journal or on an older copy repeats no id, even if it starts in the same second as its predecessor. Each new epoch
+is above the journal's last epoch.
 
 Each start of a master is an incarnation with a random name, which the journal keeps. A cursor numbers an outcome in the
 order of the journal; clients get it from Watch. A lease_id or a cursor that a peer holds is valid only if the journal
 knows the incarnation that issued it, and if it is below the first id or cursor of the next incarnation. Otherwise this
-is a different journal or an older copy, or INCARNATIONS_MAX masters have started since. See
+is a different journal or an older copy, or INCARNATIONS_MAX masters have started since then. See
 docs/decisions/0015-ids-and-incarnations.md.
 """
 
@@ -25,14 +26,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from multigpu_master.core.model import EPOCH_IDS
 from multigpu_master.errors import JournalError
 
-EPOCHS_END = (1 << 53) // EPOCH_IDS
+EPOCHS_END = (1 << 53) // EPOCH_IDS  # above all epochs
 # Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.
 FIRST_EPOCH_S = 1_735_689_600
 TIME_END_S = FIRST_EPOCH_S + EPOCHS_END
 CURSORS_END = 1 << 63
 LEASE_KEY_BYTES = 32
-_WORD = (1 << 64) - 1
-# A journal keeps this many incarnations. Leases and cursors of older incarnations are not valid.
+_WORD_MASK = (1 << 64) - 1
+# A journal keeps the newest incarnations, at most this many. Leases and cursors of older ones are not valid.
 INCARNATIONS_MAX = 1000
 
 
@@ -84,7 +85,7 @@ class LeaseProofs:
         words = [0] * (2 * len(lease_ids))
         words[::2] = task_ids
         # Ids are below 2**53, so the bits above are for the attempt.
-        words[1::2] = [lease ^ (attempt << 53 & _WORD) for lease, attempt in zip(lease_ids, attempts, strict=True)]
+        words[1::2] = [lease ^ (attempt << 53 & _WORD_MASK) for lease, attempt in zip(lease_ids, attempts, strict=True)]
         layout = f"<{len(words)}Q"
         return struct.unpack(layout, self._encryptor(worker_id).update(struct.pack(layout, *words)))[::2]
 

@@ -1,7 +1,7 @@
 """The messages that wait to be sent on a bidirectional stream.
 
-Callers add items to the newest frame that waits. While the writer writes a frame, items gather in the next one. There
-is no timer, and on an idle stream no added latency.
+Callers add items to the newest waiting frame. While the writer writes a frame, items gather in the next frame. No timer
+delays frames, so an idle stream adds no latency.
 """
 
 import asyncio
@@ -30,28 +30,28 @@ class Outbox(Generic[F]):
 
     def __init__(self, frame_type: Callable[[], F], peer: Peer) -> None:
         self.peer = peer
-        self._type = frame_type
+        self._frame_type = frame_type
         self._waiting: deque[_Waiting[F]] = deque()  # the newest last
         self._wake: asyncio.Future[None] | None = None
-        self._frame_taken = asyncio.Event()
-        self._frame_taken.set()
+        self._frame_removed = asyncio.Event()
+        self._frame_removed.set()
         self._finished = False
         # Has the error of the first `abort` as its result.
         self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
-        self.waiting_bytes = 0  # size of all waiting items
-        # By task_id: index of the first partial output to send. The peer got the earlier ones on an earlier stream.
+        self.waiting_bytes = 0  # total size of the waiting items
+        # By task_id: index of the first partial output to send. The peer got earlier outputs on an earlier stream.
         self.partials_from: dict[int, int] = {}
         self.peer_name = ""  # the name of the client, or of the worker's process, at the other end
         self.pending_outcomes = 0  # outcomes that the peer waits for
         self._none_pending = asyncio.Event()
 
     def frame_for(self, size: int, items: int = 1) -> F:
-        """Counts items of this total size as waiting, wakes the writer, and returns the frame to which the caller must
-        add the items before the next await.
+        """Counts `items` items of `size` bytes in total as waiting, wakes the writer, and returns the frame to which
+        the caller must add the items before the next await.
         """
         newest = self._waiting[-1] if self._waiting else None
         if newest is None or newest.items >= FRAME_ITEMS or newest.size_bytes + size > FRAME_BYTES:
-            newest = _Waiting(self._type())
+            newest = _Waiting(self._frame_type())
             self._waiting.append(newest)
         newest.items += items
         newest.size_bytes += size
@@ -71,7 +71,7 @@ class Outbox(Generic[F]):
             self._wake = None
         first = self._waiting.popleft()
         self.waiting_bytes -= first.size_bytes
-        self._frame_taken.set()
+        self._frame_removed.set()
         return first.frame
 
     def finish(self) -> None:
@@ -84,7 +84,7 @@ class Outbox(Generic[F]):
         """Ends the stream with this error at once, and drops the waiting frames. The first error counts."""
         self._waiting.clear()
         self.waiting_bytes = 0
-        self._frame_taken.set()
+        self._frame_removed.set()
         if not self.aborted.done():
             self.aborted.set_result(error)
 
@@ -103,5 +103,5 @@ class Outbox(Generic[F]):
     async def wait_below(self, limit_bytes: int) -> None:
         """Returns when the size of all waiting items is at most `limit_bytes`."""
         while self.waiting_bytes > limit_bytes:
-            self._frame_taken.clear()
-            await self._frame_taken.wait()
+            self._frame_removed.clear()
+            await self._frame_removed.wait()

@@ -251,7 +251,7 @@ class Master:
         if change.gone:
             self._worker_log.forget(worker)
         else:
-            self._worker_log.changed(worker)
+            self._worker_log.on_changed(worker)
         if change.save:
             setting = settings.worker_setting(worker)
             driver.write_buffer.append(Entry(settings=dict.fromkeys(setting) if change.gone else setting))

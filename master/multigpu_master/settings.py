@@ -1,8 +1,8 @@
 """Settings in the journal, which survive a restart: the strategy, queue rules, workers with their cordons, the circuit
 breaker.
 
-Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON. A
-worker's JSON has its hello without models and leases: workers report those again when they reconnect.
+The value of "strategy" is a name; the values of "queue/<name>", "worker/<id>" and "breaker" are JSON. A worker's JSON
+has the worker's hello without models and leases: workers report these again when they reconnect.
 """
 
 import json
@@ -23,7 +23,7 @@ from multigpu_master.wire.workers import hello_message, worker_info
 log = structlog.get_logger()
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
-COUNT_END = 1 << 64
+UINT64_END = 1 << 64
 T = TypeVar("T")
 Handle = Callable[[ev.Event], object]
 
@@ -71,7 +71,9 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
             if key == STRATEGY and value.decode() in strategies:
                 handle(ev.SetStrategy(value.decode()))
             elif key == STRATEGY:
-                log.warning("the saved strategy is not installed, the configured one is used", strategy=value.decode())
+                log.warning(
+                    "the saved strategy is not installed, the configured strategy is used", strategy=value.decode()
+                )
             elif key.startswith(QUEUE):
                 _restore_queue(handle, strategies, key.removeprefix(QUEUE), json.loads(value))
             elif key.startswith(WORKER):
@@ -87,15 +89,15 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
     return expected
 
 
-class _EveryName:
+class _AllNames:
     def __contains__(self, _name: object) -> bool:
         return True
 
 
 def damage_of(key: str, value: bytes) -> str:
-    """Returns why no master starts with this setting, or "" if one does."""
+    """Returns why a master cannot start with this setting, or "" if it can."""
     try:
-        restore(lambda _event: None, _EveryName(), {key: value})
+        restore(lambda _event: None, _AllNames(), {key: value})
         Tokens({key: value}, lambda: 0.0)
     except JournalError as error:
         return repr(error.__cause__)
@@ -111,7 +113,7 @@ def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules:
         handle(ev.SetStrategy(rules["strategy"], name))
     elif rules["strategy"]:
         log.warning(
-            "the saved strategy of a queue is not installed, that of the fleet is used", queue=name,
+            "the saved strategy of a queue is not installed, the fleet's strategy is used", queue=name,
             strategy=rules["strategy"],
         )  # fmt: skip
 
@@ -139,9 +141,9 @@ def _cordon(fields: dict[str, Any]) -> Cordon | None:
     )
 
 
-def _check_type(value: Any, wanted: type[T]) -> T:
-    if type(value) is not wanted:
-        raise TypeError(f"{value!r} is not a {wanted.__name__}")
+def _check_type(value: Any, expected_type: type[T]) -> T:
+    if type(value) is not expected_type:
+        raise TypeError(f"{value!r} is not a {expected_type.__name__}")
     return value
 
 
@@ -152,7 +154,7 @@ def _check_text(value: Any) -> str:
 
 
 def _check_count(value: Any) -> int:
-    if not 0 <= _check_type(value, int) < COUNT_END:
+    if not 0 <= _check_type(value, int) < UINT64_END:
         raise ValueError(f"{value!r} is out of range")
     return int(value)
 

@@ -17,14 +17,14 @@ class WorkerLog:
         # logged yet. None: quarantined before this master started, for a reason that the worker has not reported yet.
         self._seen: dict[str, tuple[int, bool | None]] = {}
 
-    def changed(self, worker: Worker) -> None:
+    def on_changed(self, worker: Worker) -> None:
         """Called with every WorkerChanged while the master is not stopping."""
         session, last_state = self._seen.get(worker.worker_id, (0, False))
         reason_unknown = worker.quarantined and not last_state and not worker.health.since_s
         self._seen[worker.worker_id] = worker.session, None if reason_unknown else worker.quarantined
         if session and not worker.session:
             self._log_lost(worker, session)
-        # After None, the first state that is known is always logged.
+        # After None, the first known state is always logged.
         if worker.quarantined != last_state and not reason_unknown:
             self._log_quarantine(worker)
 
@@ -32,9 +32,9 @@ class WorkerLog:
         self._seen.pop(worker.worker_id, None)
 
     def _log_lost(self, worker: Worker, session: int) -> None:
-        """Logs that a worker was lost, or has stopped. `session`: the one that it had."""
+        """Logs that a worker was lost, or has stopped. `session`: the session that ended."""
         driver = self._driver
-        # The requeued leases of all workers that this event lost; usually that is one worker.
+        # Counts the leases of all workers that were lost in the current event; usually that is one worker.
         requeued = driver.core.ledger.counters.requeued - driver.requeued_before
         reason = driver.workers.end_reasons.get(session, "its stream ended")
         if worker.stopping and not requeued:

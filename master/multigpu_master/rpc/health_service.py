@@ -1,8 +1,8 @@
 """grpc.health.v1, which needs no token. A peer that does not read its responses can't delay other peers, and can keep
 at most CALLS_MAX calls open in a TCP connection.
 
-gRPC can't end a stream whose peer has no room for the response: the stream stays open until the connection ends. So a
-call counts as open until the peer has taken the last response of the call.
+gRPC can't end a stream whose peer does not read the response: the stream stays open until the connection ends. So a
+call counts as open until gRPC has sent the last response of the call.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ WATCHES_MAX = 64  # open Watch streams of all connections
 
 
 class Health:
-    """The serving state of each name. The methods send responses with `context.write` and return nothing, so that
-    `_count` also covers the sending.
+    """The serving states, by name of a service or worker. The methods send responses with `context.write` and return
+    nothing, so that `_count` also covers the sending.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Health:
 
     async def List(self, _request: Any, context: Any) -> None:
         """Not served: callers without a token must not see the names of workers."""
-        raise CallError("List is not served: Check takes a name", grpc.StatusCode.UNIMPLEMENTED)
+        raise CallError("List is not served: call Check with a name", grpc.StatusCode.UNIMPLEMENTED)
 
     async def Watch(self, request: Any, context: Any) -> None:
         if self._watches >= WATCHES_MAX:

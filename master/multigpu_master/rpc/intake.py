@@ -28,7 +28,7 @@ Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
-    """Submits batches of tasks. `stopping`: the master rejects every submit, also of known tasks."""
+    """Submits batches of tasks. While `stopping` is True, rejects every submit, also of known tasks."""
 
     def __init__(self, driver: Driver, payload_bytes_max: int) -> None:
         self._driver = driver
@@ -44,9 +44,9 @@ class Intake:
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection.
         `peer`: the sender, which may refer to shared payloads.
 
-        `done` is called once, after this method has returned: when the journal has written the new durable tasks, or
-        with an error if it can't; in the loop's next round if no task is new and durable. An error does not concern the
-        known tasks that the batch has joined. None: the caller acknowledges no task before it has its outcome.
+        `done` is called once, after this method has returned: with None when the journal has written the new durable
+        tasks, or with an error if it can't; if no task is new and durable, in the event loop's next iteration. An error
+        does not concern known tasks that the batch has joined. `done` None: the caller needs no such call.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)
@@ -80,28 +80,28 @@ class Intake:
             results = driver.submit(spec, tasks, stream, done, replaces)
         if len(tasks) == count:
             return list(results)
-        rest = iter(results)
+        new_answers = iter(results)
         answers: list[Answer] = []
         for candidate in candidates:
             if not isinstance(candidate, Task):
                 answers.append(candidate)
             elif (stored := known.get(candidate.request_id)) is not None:
-                other = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate, stored.state)
-                answers.append(other or stored)
+                clash = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate, stored.state)
+                answers.append(clash or stored)
             else:
-                answers.append(next(rest))
+                answers.append(next(new_answers))
         return answers
 
     def _pop_failed(self, request_ids: Sequence[str], known: dict[str, SettledTask]) -> dict[str, int]:
-        """Removes the tasks that did not succeed from `known`: tasks with their request_ids run anew. Returns the dead
-        letters that the new tasks replace: the task_id of each by its request_id.
+        """Removes the tasks that did not succeed from `known`, so that new tasks with their request_ids run. Returns
+        the task_ids of the dead letters that the new tasks replace, by request_id.
         """
         failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
         replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
         for r in request_ids:
             live = self._driver.core.ledger.requests.get(r)
             if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
-                replaces[r] = live.task_id  # its entry is written before that of the new task, which deletes it
+                replaces[r] = live.task_id  # written before the new task, whose entry deletes it
         return replaces
 
     def _check_request_id(
@@ -118,7 +118,7 @@ class Intake:
 
 
 def _check_and_charge(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
-    """Returns why the caller may not submit these tasks. None: it may, and its rate is charged."""
+    """Returns why the caller may not submit these tasks. If it may, charges its rate and returns None."""
     if not caller.may_use_queue(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
     if (delay_s := caller.charge(count, now)) is not None:
@@ -171,8 +171,8 @@ def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
 
 
 def count_inputs(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
-    """Returns the number of tasks in the batches: in the `inputs` of a batch, or in its columns. An empty batch counts
-    as a task. Does not look into the batches if there are more than `limit`.
+    """Returns the number of tasks in the batches: in `inputs` and in columns. Returns at least the number of
+    batches. Does not look into the batches if there are more than `limit`.
     """
     if len(batches) > limit:
         return len(batches)

@@ -201,7 +201,7 @@ JOURNAL = (
         "    message.state = stored.state",
     ),
     intake("one damaged outcome hides all others", "message.Clear()\n            lost", "raise\n            lost"),
-    intake("P5: another task is answered with what ended", "answers.append(other or stored)", "answers.append(stored)"),
+    intake("P5: another task is answered with what ended", "answers.append(clash or stored)", "answers.append(stored)"),
     wire("P5: no fingerprint is kept", " else None, identity.fingerprint(task),\n", " else None, None,\n"),
     identity(
         "P5: payloads are all alike",
