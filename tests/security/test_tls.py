@@ -26,7 +26,9 @@ from multigpu.cli import cli
 from multigpu.cli.security import authority
 from multigpu.config.config import ConfigError, MasterConfig
 from multigpu.v1 import task_service_pb2
+from multigpu_master.metrics.master import _Certificate
 from multigpu_master.security import listeners
+from structlog.testing import capture_logs
 
 from tests.fleet import until
 from tests.security.secured import Caller, SecuredFleet, hello
@@ -291,6 +293,20 @@ def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "another" / "ca.crt", secured.ca)
         until(is_rejected, what="the new authority of clients, with the same certificate")
         assert "Traceback" not in secured.fleet.master.log()
+
+
+def test_an_error_that_comes_back_is_logged_again(tmp_path: Path) -> None:
+    """The error was taken for the earlier one, although the files had been sound in between."""
+    authority.init(tmp_path)
+    authority.issue(tmp_path, "master", "master", ["localhost"])
+    path = tmp_path / "master.crt"
+    sound = path.read_bytes()
+    certificate = _Certificate([str(path)])
+    with capture_logs() as logs:
+        for contents in (sound, b"damaged", b"damaged", sound, b"damaged"):
+            path.write_bytes(contents)
+            certificate.use_if_changed(lambda: None)
+    assert [entry["event"] for entry in logs] == ["a new certificate is not used for metrics"] * 2
 
 
 def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:

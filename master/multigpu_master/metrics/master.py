@@ -123,6 +123,7 @@ class _Certificate:
         try:
             contents = [path.read_bytes() for path in self._paths]
             if contents == self._used:
+                self._logged = ""
                 return
             expire_s = x509.load_pem_x509_certificate(contents[0]).not_valid_after_utc.timestamp()
             use()
