@@ -28,7 +28,7 @@ Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
-    """Submits batches of tasks. While `stopping` is True, rejects every submit, also of known tasks."""
+    """Submits batches of tasks. While `stopping` is True, rejects every submit, even of known tasks."""
 
     def __init__(self, driver: Driver, payload_bytes_max: int) -> None:
         self._driver = driver
@@ -101,7 +101,9 @@ class Intake:
         for r in request_ids:
             live = self._driver.core.ledger.requests.get(r)
             if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
-                replaces[r] = live.task_id  # written before the new task, whose entry deletes it
+                replaces[r] = (
+                    live.task_id
+                )  # the journal writes this dead letter first; the entry of the new task deletes it
         return replaces
 
     def _check_request_id(

@@ -1,6 +1,6 @@
-"""Queries for tasks. The core has unsettled tasks, durable settled ones until it learns that their outcomes are on
-disk, and ephemeral ones for their result_ttl. The journal has the outcomes of durable tasks. Where both have a task,
-the core's state of it counts.
+"""Queries for tasks. The core has unsettled tasks, settled durable tasks until it learns that their outcomes are on
+disk, and settled ephemeral tasks for their result_ttl. The journal has the outcomes of durable tasks. If both have a
+task, answers show the core's state of the task.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from multigpu_master.wire.times import seconds_of, set_time
 
 T = TypeVar("T")
 
-# Why a task can't be found.
+# The error message for a task that neither the core nor the journal has.
 FORGOTTEN = "it was never submitted, or the master has forgotten it since"
 TASK_IDS_END = 1 << 62  # above all task_ids
 # A loop over tasks or batches holds the event loop for at most this time.
@@ -50,8 +50,8 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
-    """Returns by queue the submit time of its oldest waiting task, in seconds since 1970. Of each resource class,
-    looks only at the first task. Tasks that pause before an attempt do not wait. Other calls run meanwhile.
+    """Returns by queue the submit time of the oldest first task of its resource classes, in seconds since 1970. Tasks
+    that pause before an attempt do not count. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}
     async for resource_class in pausing(list(core.ledger.classes.by_key.values())):
@@ -62,7 +62,7 @@ async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float
 
 
 def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
-    """Whether the running call may see a task. To other callers the task must appear not to exist."""
+    """Whether the running call may see a task. If not, the answer must be as if the task did not exist."""
     queues = caller_queues()
     if queues is None or task is None:
         return True
@@ -70,8 +70,8 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 
 
 def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
-    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: the rank of a
-    gang whose log is returned, until the task settles.
+    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: until a gang's task
+    settles, the log is that of this rank.
     """
     message = task_message(task, driver.now())
     if whole and task.outcome_if_ephemeral is None:
@@ -124,7 +124,7 @@ def listed_tasks(rows: Sequence[StoredOutcome]) -> list[task_pb2.Task]:
 
 
 def ended_early(rows: Sequence[StoredOutcome]) -> bool:
-    """Whether the journal has ended a list because of its bodies' size; then there may be more."""
+    """Whether the journal has ended a list because of the size of its bodies. Then more tasks may match."""
     return sum([len(row.body or b"") for row in rows]) >= reads.LIST_BYTES
 
 
@@ -146,7 +146,11 @@ class Filter:
         if m.outcomes:
             states = {task_pb2.TASK_STATE_SETTLED}
         self.outcomes = _known(m.outcomes, task_pb2.OutcomeState)
-        self.live_states = states - {task_pb2.TASK_STATE_SETTLED} if states else {1, 2}
+        self.live_states = (
+            states - {task_pb2.TASK_STATE_SETTLED}
+            if states
+            else {task_pb2.TASK_STATE_QUEUED, task_pb2.TASK_STATE_LEASED}
+        )
         self.retrying = m.retrying
         if m.retrying:
             self.live_states &= {task_pb2.TASK_STATE_QUEUED}
@@ -186,7 +190,7 @@ class Filter:
 
 
 def _worker_ids(task: Task) -> list[str]:
-    """The workers to which the task is leased, or by which it has ended."""
+    """The workers to which the task is leased, or the worker that ended it."""
     lease, outcome = task.lease, task.outcome
     if lease is None:
         return [] if outcome is None else [outcome.worker_id]
@@ -197,18 +201,18 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     """A page of tasks."""
     size = read_page_size(request.page_size)
     edge = parse_page_token(request.page_token, "page_token")
-    wanted, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
+    matching, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     cut = False
     blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or TASK_IDS_END)
     async for block in pausing(blocks):
-        for task in filter(wanted.matches, block):
+        for task in filter(matching.matches, block):
             found[task.task_id] = lambda t=task: core_task(driver, t, whole=False)  # type: ignore[misc]
         if len(found) > size:
             break
-    if wanted.settled:
+    if matching.settled:
         rows = await asyncio.to_thread(
-            driver.journal.list_outcomes, wanted.for_journal(), edge, size + 1, oldest_first=oldest_first
+            driver.journal.list_outcomes, matching.for_journal(), edge, size + 1, oldest_first=oldest_first
         )
         for stored in await asyncio.to_thread(listed_tasks, rows):
             found.setdefault(stored.task_id, lambda m=stored: m)  # type: ignore[misc]
@@ -224,29 +228,29 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
 
 
 def _known(values: Sequence[int], enum: Any) -> set[int]:
-    """Returns the values that the enum has, or {-1}, which matches nothing, if it has none of them. There may be half a
-    million values.
+    """Returns those `values` that the enum has. If it has none of them, returns {-1}, which matches no task. A request
+    may have half a million values.
     """
     return set(enum.values()).intersection(values) or ({-1} if values else set())
 
 
 async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
-    """The number of matching tasks, by state. Each task is counted once, where it was when the call began: in the core,
-    or in the journal up to the newest outcome whose task the core has forgotten. (A dead letter whose requeue is not
-    written yet is counted in both.)
+    """The number of matching tasks, by state. Each task is counted once: in the core, or in the journal up to the
+    newest outcome whose task the core has forgotten. (A dead letter whose requeue is not written yet is counted in
+    both.)
     """
-    wanted = Filter(m)
+    matching = Filter(m)
     response = task_service_pb2.CountResponse()
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
-    settled_here = len(core.ledger.tasks) > core.ledger.unsettled
+    core_has_settled = len(core.ledger.tasks) > core.ledger.unsettled
     cursor_max = driver.write_buffer.last_cursor
-    if not m.ListFields() and wanted.queues is None and not settled_here:
+    if not m.ListFields() and matching.queues is None and not core_has_settled:
         response.queued, response.leased = core.ledger.unsettled - core.ledger.leased, core.ledger.leased
-    elif wanted.live_states or settled_here:
+    elif matching.live_states or core_has_settled:
         async for block in pausing(core.ledger.tasks.blocks()):
             for task in block:
-                if not task.task_id or not wanted.matches(task):  # 0: the journal has rejected it meanwhile
+                if not task.task_id or not matching.matches(task):  # 0: the journal has rejected it meanwhile
                     continue
                 if task.outcome_if_ephemeral is not None:
                     counts[task.outcome_if_ephemeral.state] += 1
@@ -254,8 +258,8 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
                     response.leased += 1
                 else:
                     response.queued += 1
-    if wanted.settled and cursor_max:
-        counted = await asyncio.to_thread(driver.journal.count_outcomes, wanted.for_journal(cursor_max))
+    if matching.settled and cursor_max:
+        counted = await asyncio.to_thread(driver.journal.count_outcomes, matching.for_journal(cursor_max))
         for state, n in counted.items():
             counts[OutcomeState(state)] += n
     for counted_state, n in counts.items():

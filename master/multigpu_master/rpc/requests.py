@@ -1,8 +1,8 @@
-"""Requests: read and parsed within limits, so that none blocks the event loop for long; page sizes, page tokens and
-cursors.
+"""Limits for reading and parsing requests, so that no request blocks the event loop for long; page sizes, page tokens
+and cursors.
 
-Parsing many small fields blocks the event loop, for about 60 ms per MiB, and a field of two bytes becomes an object of
-a hundred. So a request's size is checked first, and the fields of a large request are counted.
+Parsing small fields blocks the event loop for about 60 ms per MiB, and a field of two bytes becomes an object of a
+hundred bytes. So `parse` first checks the size of a request, and counts the fields of a large one.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError
 
-# Limit of requests without payloads. Those with payloads have the limit of every message: MESSAGE_BYTES_MAX of
+# Limit of requests without payloads. Requests with payloads have the limit of all messages, MESSAGE_BYTES_MAX of
 # multigpu.daemon.grpc_server.
 REQUEST_BYTES_MAX = 2 << 20
 WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def parse(message_type: Any, data: bytes) -> Any:
-    """Parses a message. Raises InvalidArgumentError if the bytes are no such message, or pass a limit."""
+    """Parses a message. Raises InvalidArgumentError if the bytes are no such message, or exceed a limit."""
     if len(data) > REQUEST_BYTES_MAX:
         if message_type.DESCRIPTOR.name not in WITH_PAYLOADS:
             text = f"the request has {len(data)} bytes, and at most {REQUEST_BYTES_MAX} are allowed: send less at once"
@@ -53,8 +53,8 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 
 def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
-    """Whether the serialized message and the messages in it have more than `count_max` fields. Of an invalid message,
-    counts the fields before the error: a parser reads them, too.
+    """Whether the serialized message and the messages in it have more than `count_max` fields. In an invalid message,
+    counts the fields before the error, because a parser reads them, too.
     """
     fields_left = count_max
     todo = [(0, len(data), descriptor)]

@@ -45,7 +45,7 @@ def add_service(
     for method in descriptor.methods:
         name, request_type = f"{descriptor.name}/{method.name}", GetMessageClass(method.input_type)
         serve = _with_request_parsed(getattr(servicer, method.name), None if method.client_streaming else request_type)
-        # Inside authentication: rejected calls must not fill the audit log.
+        # The audit runs after authentication: rejected calls must not fill the audit log.
         serve = serve if audit is None else audit.wrap(serve, name, functools.partial(parse, request_type))
         serve = serve if method.client_streaming else _with_request_read(serve, name, read)
         serve = serve if auth is None else auth.with_checks(serve, name)

@@ -34,15 +34,17 @@ from multigpu_master.write_buffer import DURABLE_S, set_result_of
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024
 WAIT_MAX_S = 3600.0
-# Get waits until a task that is younger than this is written. Otherwise a restart of the master could forget a task
+# If a task is younger than this, Get waits until it is written. Otherwise a restart of the master could forget a task
 # that Get has returned.
 YOUNG_S = 2.0
 COMMIT_S = 1.0  # Get waits at most this long, or `wait` if that is longer, until an outcome is written
-CURSOR_ELSEWHERE = (
+FOREIGN_CURSOR = (
     "the cursor is from another journal, or newer than the backup from which this journal was restored; "
-    "begin with an empty cursor, which gives the oldest outcome that is there"
+    "begin with an empty cursor, which gives the oldest stored outcome"
 )
-CURSOR_REMOVED = "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest"
+CURSOR_REMOVED = (
+    "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest stored outcome"
+)
 
 
 class TaskService:
@@ -83,8 +85,8 @@ class TaskService:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
-                # If the new tasks can't be written, a task that the batch has joined goes on. But if it has ended, its
-                # outcome may not be written either: it is not reported as accepted.
+                # If the new tasks can't be written, a task that the batch has joined goes on. But if that task has
+                # ended, its outcome may not be written either: the response does not report the task as accepted.
                 lost = isinstance(answer, Task) and error is not None and answer.outcome is not None
                 if lost or (isinstance(answer, Task) and not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  its write failed
@@ -127,7 +129,7 @@ class TaskService:
         elif not request.cursor:
             after = oldest - 1
         elif after >= incarnations.cursors_end(name) or after > last:
-            raise CallError(CURSOR_ELSEWHERE, grpc.StatusCode.OUT_OF_RANGE)
+            raise CallError(FOREIGN_CURSOR, grpc.StatusCode.OUT_OF_RANGE)
         elif after < journal.removed_cursor:
             raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
         removed = journal.removed_cursor  # outcomes removed before this call do not end it
@@ -167,7 +169,7 @@ class TaskService:
             if found.outcome is not None:  # not on the disk yet, but its client may have got it from Run
                 wait_s = max(wait_s, COMMIT_S)
             await self._driver.wait_settled(task_id, max(0.0, wait_s))
-            if durable:  # by task_id: another task may have the request_id of a withdrawn one by now
+            if durable:  # by task_id: another task may have the request_id of a withdrawn task by now
                 found = await self._find(task_service_pb2.GetRequest(task_id=task_id))
         if found is None:
             name = request.request_id or request.task_id
@@ -221,14 +223,14 @@ class TaskService:
         response = task_service_pb2.CancelResponse()
         live: dict[int, tuple[str, Task]] = {}  # by task_id: the name in the request, the unsettled task
         settled: list[Task] = []
-        elsewhere: list[tuple[str, int | str]] = []  # (name in the request, key)
+        not_in_core: list[tuple[str, int | str]] = []  # (name in the request, key)
         for name, task, key in [(str(i), core.ledger.tasks.get(i), i) for i in request.task_ids] + [
             (r, core.ledger.requests.get(r), r) for r in request.request_ids
         ]:
             if not queries.may_see(task):
-                task = None  # noqa: PLW2901  listed among the unknown ids in the order of the request
+                task = None  # noqa: PLW2901  reported as unknown, in the order of the request
             if task is None:
-                elsewhere.append((name, key))
+                not_in_core.append((name, key))
             elif task.outcome is None:
                 live[task.task_id] = name, task
             else:
@@ -252,11 +254,11 @@ class TaskService:
         settled += cancelled
         if not await self._driver.wait_cancellations(settled, DURABLE_S):
             raise ExhaustedError(NOT_DURABLE)
-        if elsewhere:
+        if not_in_core:
             # to_thread copies the contextvars, from which may_see gets the caller.
-            stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])
-            response.settled_task_ids.extend(stored[key] for _, key in elsewhere if key in stored)
-            response.unknown.extend(name for name, key in elsewhere if key not in stored)
+            stored = await asyncio.to_thread(self._stored, [key for _, key in not_in_core])
+            response.settled_task_ids.extend(stored[key] for _, key in not_in_core if key in stored)
+            response.unknown.extend(name for name, key in not_in_core if key not in stored)
         return response
 
     def _stored(self, keys: list[int | str]) -> dict[int | str, int]:

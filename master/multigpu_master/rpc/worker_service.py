@@ -34,7 +34,7 @@ from multigpu_master.wire.workers import check_hello_size, heartbeat, worker_inf
 from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 
 PROTOCOL_VERSION = 2
-# Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
+# The master acknowledges results received by reference after this many, or after the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
 # Limit on leases in one frame: 2 * min(window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX. A hello also lists recently
 # reported leases.
@@ -44,9 +44,9 @@ IN_USE = (
     "host lost power, that session ends within session_timeout_s"
 )
 PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
-# A worker's frames are not read while more waits to be sent to it than UNSENT_BYTES plus twice its window (at most
-# UNSENT_WINDOWS_BYTES_MAX), because each heartbeat may cause revocations that have more bytes than the heartbeat. So
-# the session of a worker that reads nothing times out.
+# The master reads no frames of a worker to which too many bytes wait to be sent: UNSENT_BYTES plus twice its window (at
+# most UNSENT_WINDOWS_BYTES_MAX). Each heartbeat may cause revocations that have more bytes than the heartbeat. So the
+# session of a worker that reads nothing times out.
 UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
 LEASES_IN_FRAME = "leases in one frame of a worker's session"
 log = structlog.get_logger()
@@ -133,7 +133,7 @@ class WorkerService:
             self._driver.workers.close(session)
 
     def _check_hello(self, first: Any) -> WorkerInfo:
-        """The worker's description. Raises CallError or InvalidMessageError if it may not join."""
+        """The worker's description. Raises CallError or InvalidMessageError if the worker may not join."""
         hello = first.hello
         if not first.HasField("hello"):
             raise PreconditionError("the first frame of a session must carry hello")
@@ -179,8 +179,8 @@ class SessionReader:
         if frame.partials:
             handle(ev.Partials(session, partial_outputs(frame.partials)))
         await self._read_reports(frame.report_batches)
-        # A worker keeps the files of results until they are acknowledged. Nothing waits for an acknowledgement, so it
-        # may come late.
+        # A worker keeps the files of results until the master acknowledges them. Nothing else waits for that, so it may
+        # come late.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._results_taken

@@ -1,1 +1,1 @@
-"""Who may come in, and what they may do: tokens, certificates, limits, and the book of what administrators did."""
+"""Tokens, certificates, limits of callers, and the audit log of administrative calls."""

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 FILE = "audit.log"
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 FILE_BYTES_MAX, FILES_MAX = 10_000_000, 5
-# Longer requests are cut: a call may name ten thousand tasks.
+# Limit of a request in the log; longer requests are cut: a call may name ten thousand tasks.
 REQUEST_CHARS_MAX = 4000
 
 
@@ -37,8 +37,8 @@ class Audit:
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / FILE
         self._running_calls: set[asyncio.Task[Any]] = set()
-        self._write_lock, self._name_lock = threading.Lock(), threading.Lock()
-        self._synced_inode = 0  # the file whose name is synced
+        self._write_lock, self._directory_lock = threading.Lock(), threading.Lock()
+        self._synced_inode = 0  # of the file whose directory entry is synced
 
     def wrap(self, serve: Serve, method: str, parse: Callable[[bytes], Any]) -> Serve:
         """Returns `serve` with an audit line if `method`, which is "Service/Method", is administrative; else `serve`.
@@ -56,7 +56,7 @@ class Audit:
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); repair that, then try again"
                 raise PreconditionError(text) from None
-            work = asyncio.create_task(self._work(serve, record, request, descriptor))
+            work = asyncio.create_task(self._serve_and_log(serve, record, request, descriptor))
             self._running_calls.add(work)
             work.add_done_callback(self._running_calls.discard)
             return await asyncio.shield(work)
@@ -68,7 +68,7 @@ class Audit:
         if self._running_calls:
             await asyncio.wait(self._running_calls, timeout=timeout_s)
 
-    async def _work(self, serve: Serve, record: dict[str, Any], request: bytes, descriptor: int) -> Any:
+    async def _serve_and_log(self, serve: Serve, record: dict[str, Any], request: bytes, descriptor: int) -> Any:
         try:
             response = await serve(request, None)  # the call may have ended, and its context with it
         except Exception as error:  # noqa: BLE001  every exception becomes a status
@@ -109,7 +109,7 @@ class Audit:
                 if os.write(descriptor, line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
-            with self._name_lock:  # no call is answered before the name of the file is synced
+            with self._directory_lock:  # no call is answered before the directory entry of its file is synced
                 inode = os.fstat(descriptor).st_ino
                 if not size or inode != self._synced_inode:
                     sync(self.path.parent)
@@ -124,7 +124,7 @@ def _record(method: str, parse: Callable[[bytes], Any], request: bytes, context:
     return {
         "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
         "method": method,
-        "result": "CANCELLED",  # if the master stops first; `_work` sets the result
+        "result": "CANCELLED",  # unless the call ends before the master stops: `_serve_and_log` sets the result
         "token_id": caller.token_id if caller is not None else None,
         "name": caller.name if caller is not None else None,
         "peer": context.peer(),

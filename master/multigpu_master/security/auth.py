@@ -91,9 +91,9 @@ class Auth:
         self.tokens = tokens
         self._certificates = certificates
         self._calls_max = calls_max
-        self._ended: set[asyncio.Task[Any]] = set()
-        self._logged_s = 0.0
-        self._unlogged = 0
+        self._ended: set[asyncio.Task[Any]] = set()  # calls that `_end` has cancelled
+        self._logged_s = 0.0  # when a rejection was logged last
+        self._unlogged = 0  # rejections since then
 
     def with_checks(self, serve: Serve, method: str) -> Serve:
         """Returns a wrapper of `serve` that checks each caller, and ends the call when the caller's token expires or is
@@ -136,8 +136,8 @@ class Auth:
         assert self.tokens is not None, "only callers with a token can revoke one"
         token = self.tokens.remove(token_id)
         if token is not None:
-            own = _CALL.get()  # a caller that revokes its own token still gets an answer
-            for call in [c for c in token.open_calls if c is not own]:
+            this_call = _CALL.get()  # a caller that revokes its own token still gets an answer
+            for call in [c for c in token.open_calls if c is not this_call]:
                 self._end(call)
         return token
 
@@ -149,36 +149,36 @@ class Auth:
     def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
         uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get("peer_uri", ())]
         kinds = [uri.removeprefix(URN) for uri in uris if uri.startswith(URN)]
-        wanted = "worker" if roles == _WORKERS else "client"
-        if wanted not in kinds and roles != _ANY:
+        required = "worker" if roles == _WORKERS else "client"
+        if required not in kinds and roles != _ANY:
             text = (
-                f"{method} takes a certificate of the kind {wanted}, and this one is of the kind "
-                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`"
+                f"{method} takes a certificate of the kind {required}, and this one is of the kind "
+                f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {required}`"
             )
-            raise self._logged(DeniedError(text), context, method, None)
+            raise self._log_rejection(DeniedError(text), context, method, None)
 
     def _check_token(self, context: Any, method: str, roles: frozenset[str], tokens: Tokens) -> Token:
         headers: Sequence[Any] = [v for k, v in context.invocation_metadata() or () if k == HEADER]
         if not headers:
-            raise self._logged(UnauthenticatedError(NO_TOKEN), context, method, None)
+            raise self._log_rejection(UnauthenticatedError(NO_TOKEN), context, method, None)
         text = headers[0]
         token = None
         if len(headers) == 1 and isinstance(text, str) and text[: len(SCHEME)].lower() == SCHEME:
             text = text[len(SCHEME) :]
             token = tokens.find(text)
         if token is None:
-            raise self._logged(UnauthenticatedError(BAD_TOKEN), context, method, token_id_of(text))
+            raise self._log_rejection(UnauthenticatedError(BAD_TOKEN), context, method, token_id_of(text))
         if not token.roles & roles:
-            wanted, given = " or ".join(sorted(roles)), ", ".join(sorted(token.roles))
-            error = DeniedError(f"{method} takes a token of the role {wanted}; this one has {given}")
-            raise self._logged(error, context, method, token.token_id)
+            required, given = " or ".join(sorted(roles)), ", ".join(sorted(token.roles))
+            error = DeniedError(f"{method} takes a token of the role {required}; this one has {given}")
+            raise self._log_rejection(error, context, method, token.token_id)
         limit = token.calls_max or self._calls_max
         if len(token.open_calls) >= limit:
             details = f"{limit} calls are open with this token already; share streams, or try again when one has ended"
-            raise self._logged(ExhaustedError(details), context, method, token.token_id)
+            raise self._log_rejection(ExhaustedError(details), context, method, token.token_id)
         return token
 
-    def _logged(self, error: CallError, context: Any, method: str, token_id: str | None) -> CallError:
+    def _log_rejection(self, error: CallError, context: Any, method: str, token_id: str | None) -> CallError:
         """Logs the rejected call, unless one was logged in the last LOG_INTERVAL_S. Returns the error."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:

@@ -64,7 +64,7 @@ def open_port(server: Any, config: MasterConfig, certificates: "Certificates | N
     return int(server.add_secure_port(config.listen, credentials))
 
 
-# What the package cryptography raises, beside ValueError, for certificates that it does not understand.
+# Exceptions, beside ValueError, that the package cryptography raises for certificates that it cannot parse.
 _UNREADABLE = x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.DuplicateExtension
 
 
@@ -79,8 +79,8 @@ class Certificates:
 
     def load_first(self) -> Any:
         """Returns the first configuration for gRPC. Raises ListenError if the files are invalid."""
-        self._used = texts = self._read()
-        return _configuration(texts)
+        self._used = contents = self._read()
+        return _configuration(contents)
 
     def new_configuration(self) -> Any:
         """Returns a configuration if the files changed and are valid, else None. Never raises. gRPC calls this for each
@@ -90,7 +90,7 @@ class Certificates:
             try:
                 if [path.read_bytes() for path in self._paths] == self._used:
                     return None
-                self._used = texts = self._read()
+                self._used = contents = self._read()
             except (OSError, ListenError) as error:
                 if str(error) != self._logged:
                     self._logged = str(error)
@@ -98,10 +98,10 @@ class Certificates:
                 return None
             self._logged = ""
         log.info("new certificates are in use", certificate=str(self._paths[0]))
-        return _configuration(texts)
+        return _configuration(contents)
 
     def check_files(self) -> None:
-        """Raises ListenError if the files are invalid. Does not load them: the next connection does if they changed."""
+        """Raises ListenError if the files are invalid. A new connection loads the files if they have changed."""
         self._read()
 
     def _read(self) -> list[bytes]:
@@ -109,13 +109,13 @@ class Certificates:
         certificate do not match, if the key has permissions for all users, or if clients would reject the certificate.
         """
         try:
-            texts = [path.read_bytes() for path in self._paths]
+            contents = [path.read_bytes() for path in self._paths]
             key = self._paths[1]
             if key.stat().st_mode & stat.S_IRWXO:
                 raise ListenError(f"every user of this host may access the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
-            _check_server_use(self._paths[0], texts[0])
+            _check_server_use(self._paths[0], contents[0])
             if len(self._paths) > 2:
                 context.load_verify_locations(self._paths[2])
         except (OSError, ValueError, *_UNREADABLE) as error:
@@ -123,7 +123,7 @@ class Certificates:
             raise ListenError(
                 f"the certificates ({names}) are invalid: {error}; `openssl x509 -noout -text -in FILE` shows FILE"
             ) from error
-        return texts
+        return contents
 
 
 def _check_server_use(path: Path, pem: bytes) -> None:
@@ -148,6 +148,6 @@ def _check_server_use(path: Path, pem: bytes) -> None:
             )
 
 
-def _configuration(texts: list[bytes]) -> Any:
-    certificate, key, *ca = texts
+def _configuration(contents: list[bytes]) -> Any:
+    certificate, key, *ca = contents
     return grpc.ssl_server_certificate_configuration([(key, certificate)], ca[0] if ca else None)

@@ -20,7 +20,7 @@ SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)
 SETTING_PREFIX = "token/"
 TOKENS_MAX = 10_000
-ENTRIES_MAX = 100
+ENTRIES_MAX = 100  # limit of the queues, or of the worker_ids, of a token
 NAME_BYTES_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 # Fields that the journal keeps unchanged.
@@ -38,15 +38,14 @@ class Token:
     queues: frozenset[str] | None  # None: all
     worker_ids: tuple[str, ...]  # (): all; "prefix*" for all that begin with it
     create_s: float
-    expire_s: float | None
-    tasks_per_s: float
-    calls_max: int
+    expire_s: float | None  # None: never
+    tasks_per_s: float  # 0.0: no limit
+    calls_max: int  # limit of open calls; 0: the limit of Auth
     digest: bytes
     # The calls with this token that have not ended.
     open_calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
-    # Token bucket, in tasks: submits are rejected while it is at most zero.
-    _level: float = 0.0
-    _level_s: float = 0.0
+    _level: float = 0.0  # tasks in the bucket of the rate limit: submits are rejected while it is at most zero
+    _level_s: float = 0.0  # when _level was computed
 
     def may_use_queue(self, queue: str) -> bool:
         return self.queues is None or queue in self.queues
@@ -61,7 +60,7 @@ class Token:
         """Counts tasks against tasks_per_s. Returns the seconds to wait, or None if the tasks are accepted.
 
         A whole batch is accepted while the level is positive, and may make it negative. So batches of any size are
-        accepted, and on average no more than the rate.
+        accepted, but on average no more tasks than the rate permits.
         """
         if not self.tasks_per_s:
             return None
@@ -90,7 +89,7 @@ class Tokens:
         for key, value in settings.items():
             if key.startswith(SETTING_PREFIX):
                 try:
-                    token = _read(key.removeprefix(SETTING_PREFIX), json.loads(value))
+                    token = _parse(key.removeprefix(SETTING_PREFIX), json.loads(value))
                 except PARSE_ERRORS as error:
                     raise damaged_setting_error(key, error) from error
                 self._tokens[token.token_id] = token
@@ -186,7 +185,7 @@ def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids:
             raise ValueError(f"each of {what} has 1 to {NAME_BYTES_MAX} bytes")
 
 
-def _read(token_id: str, kept: dict[str, Any]) -> Token:
+def _parse(token_id: str, kept: dict[str, Any]) -> Token:
     roles, queues, worker_ids = frozenset(kept["roles"]), kept["queues"], tuple(kept["worker_ids"])
     _check(kept["name"], roles, frozenset(queues or ()), worker_ids)
     numbers = kept["create_s"], kept["expire_s"] or 0.0, kept["tasks_per_s"], kept["calls_max"]

@@ -12,7 +12,7 @@ log = structlog.get_logger()
 
 GROUP = "multigpu.strategies"
 OWN_PACKAGE = __name__.rpartition(".")[0]
-# Limit of the different mistakes of a strategy that are logged.
+# Limit of the different mistakes that are logged for a strategy.
 LOGGED_MAX = 20
 
 
@@ -22,7 +22,7 @@ class StrategyError(Exception):
 
 class Guarded(Strategy):
     """A strategy of another package, whose mistakes must not end the master: a mistake in excludes() or score()
-    excludes the worker, one in min_backlog() counts as 1. Each is logged once.
+    excludes the worker, one in min_backlog() counts as 1. Each different mistake is logged once.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -10,13 +10,14 @@ from multigpu_master.core.model import Shape, Worker
 from multigpu_master.core.strategy import FleetView, Strategy
 
 LABEL = "task_type"
-FALLBACK = 1e6
+# Added to the score of workers without the label: more than any number of leases per slot.
+FALLBACK_SCORE = 1e6
 
 
 class TaskType(Strategy):
     name: ClassVar[str] = "task_type"
     summary: ClassVar[str] = (
-        "Workers labelled task_type=KIND[+KIND] serve those kinds alone; the others are the fallback."
+        "Workers labelled task_type=KIND[+KIND] serve only these kinds; workers without the label are the fallback."
     )
     score_meaning: ClassVar[str] = "leases per slot, plus a million for a worker that is only the fallback"
 
@@ -28,4 +29,4 @@ class TaskType(Strategy):
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
         load = len(worker.leases) / worker.info.slots
-        return load if LABEL in worker.info.labels else FALLBACK + load
+        return load if LABEL in worker.info.labels else FALLBACK_SCORE + load

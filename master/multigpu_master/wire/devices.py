@@ -1,6 +1,7 @@
 """Devices: description, telemetry and health as workers report them and operators see them.
 
-The core reads a few fields. The rest is kept as the serialized message, without non-finite numbers and unknown fields.
+The core reads a few fields. It also keeps the serialized message, without non-finite numbers and unknown fields, for
+operators.
 """
 
 import dataclasses
@@ -14,7 +15,8 @@ from multigpu_master.core.model import Energy
 from multigpu_master.core.workers.info import Health, HealthReason, HealthState, Telemetry, WorkerInfo
 from multigpu_master.wire.times import seconds_of, set_time
 
-# Of larger telemetry only the fields that the core reads are kept; of a larger description only name and product.
+# If a telemetry message is larger, only the fields that the core reads are kept; of a larger description, only name and
+# product.
 BYTES_MAX = 64 << 10
 REASONS_MAX, TEXT_CHARS_MAX = 16, 1 << 10
 _CORE_FIELDS = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
@@ -42,7 +44,7 @@ def device_wire(message: device_pb2.Device) -> bytes:
 
 
 def serialize_cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *fields: str) -> bytes:
-    """The message, serialized, with these texts cut to TEXT_CHARS_MAX. Changes the message."""
+    """The message, serialized, with the texts of these fields cut to TEXT_CHARS_MAX. Changes the message."""
     message.DiscardUnknownFields()
     for field in fields:
         setattr(message, field, getattr(message, field)[:TEXT_CHARS_MAX])
@@ -50,7 +52,7 @@ def serialize_cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *
 
 
 def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str, Any]:
-    """Removes non-finite numbers and unknown fields. Returns the fields that are left."""
+    """Removes non-finite numbers and unknown fields. Returns the remaining fields."""
     message.DiscardUnknownFields()
     for member in message.members:
         _clean(member)

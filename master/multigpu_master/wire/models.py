@@ -1,4 +1,4 @@
-"""Converts models: what workers offer and have loaded, for the core; and what is sent to operators and workers."""
+"""Converts messages about models: from workers for the core, and from the core for operators and workers."""
 
 import itertools
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ _STATES = {
 
 
 def models_of(messages: Iterable[model_pb2.Model]) -> tuple[Model, ...]:
-    """Returns at most MODELS_MAX of the models that a worker offers, one for each id. Raises InvalidMessageError if one
-    is invalid.
+    """Returns at most MODELS_MAX of the models that a worker offers, one for each id. Raises InvalidMessageError if a
+    model is invalid.
     """
     found: dict[str, Model] = {}
     for message in itertools.islice(messages, MODELS_MAX):
@@ -75,7 +75,7 @@ def catalog(m: worker_service_pb2.Catalog) -> ev.Catalog:
     if m.ByteSize() > HELLO_BYTES_MAX:
         raise InvalidMessageError(
             f"the worker describes its models in {m.ByteSize()} bytes; at most {HELLO_BYTES_MAX} are allowed: "
-            "serve fewer, or give them fewer labels"
+            "serve fewer models, or give them fewer labels"
         )
     return ev.Catalog(capabilities, models_of(m.models))
 
@@ -110,6 +110,6 @@ def resident_message(resident: Resident) -> model_pb2.ModelResidency:
 
 
 def fill_desired(desired: worker_service_pb2.DesiredState, worker: Worker) -> None:
-    """Fills in the models that a worker must keep loaded, and those that it must unload."""
+    """Fills in the models that a worker must keep loaded, and the models that it must unload."""
     desired.pinned_models.extend(worker.residency.operator_pinned_ids())
     desired.unwanted_models.extend(worker.residency.unwanted)

@@ -42,33 +42,33 @@ class OutcomeWriter:
         )  # fmt: skip
         if shared != self._shared:
             self._shared, self._shared_bytes = shared, _shared_part(task, o).SerializeToString()
-        own = task_pb2.Outcome()
-        own.task_id = task.task_id
+        message = task_pb2.Outcome()
+        message.task_id = task.task_id
         if task.request_id:
-            own.request_id = task.request_id
+            message.request_id = task.request_id
         if o.error is not None:
-            fill_error(own.error, o.error)
+            fill_error(message.error, o.error)
         if task.extra is not None and task.extra.partials:
-            own.partials.extend(task.extra.partials)
+            message.partials.extend(task.extra.partials)
             if any(task.extra.partial_content_types):
-                own.partial_content_types.extend(task.extra.partial_content_types)
+                message.partial_content_types.extend(task.extra.partial_content_types)
         if task.extra is not None and task.extra.ended_attempts:
-            fill_attempts(own.earlier_attempts, task.extra.ended_attempts)
+            fill_attempts(message.earlier_attempts, task.extra.ended_attempts)
         if task.extra is not None and task.extra.log:
-            own.log = task.extra.log
+            message.log = task.extra.log
         if o.energy is not None:
-            own.energy.joules, method, own.energy.uncertainty = o.energy
-            own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
+            message.energy.joules, method, message.energy.uncertainty = o.energy
+            message.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
         if not o.result:
-            return own.SerializeToString() + self._shared_bytes
+            return message.SerializeToString() + self._shared_bytes
         size = len(o.result)
         if payload_messages.may_have_large(size):
             return payload_messages.outcome_body(
-                own.SerializeToString(), self._shared_bytes, payload_messages.checked_value(o.result)
+                message.SerializeToString(), self._shared_bytes, payload_messages.checked_value(o.result)
             )
         assert isinstance(o.result, bytes), "references are large"
         head = _RESULT_HEADS[size] if size < len(_RESULT_HEADS) else _RESULT_TAG + varint(size)
-        return b"".join((own.SerializeToString(), head, o.result, self._shared_bytes))
+        return b"".join((message.SerializeToString(), head, o.result, self._shared_bytes))
 
 
 def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:

@@ -67,15 +67,15 @@ class Peer:
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
     """Returns the payload that an input refers to. Raises BadReferenceError as `Peer.resolve`, or if `peer` is None."""
     if peer is None:
-        raise BadReferenceError("only a Run stream can refer to payloads; send the payload inline")
+        raise BadReferenceError("only a Run stream can refer to payload files; send the payload inline")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
 
 
-def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
-    """Returns a serialized Outcome with a large result as its last field. `own` and `shared`: the serialized fields of
-    this task, and those that it has in common with other tasks.
+def outcome_body(fields: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
+    """Returns a serialized Outcome with a large result as its last field. `fields`, `shared`: the serialized
+    fields of this task alone, and the fields that it has in common with other tasks.
     """
-    return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
+    return LargeBody(b"".join((fields, shared, _RESULT_TAG, varint(len(result)))), result)
 
 
 def outcome_by_reference(body: LargeBody, reference: Reference) -> bytes:
@@ -104,13 +104,13 @@ def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dic
     transient reason, such as a lack of memory, counts as returned.
     """
     kept: list[Lease] = []
-    read: dict[int, bytes] = {}
+    inline: dict[int, bytes] = {}
     failures = []
     for lease in leases:
         payload = lease.task.payload
         if isinstance(payload, Reference) and not peer.shares:
             try:
-                read[lease.lease_id] = payload.read()
+                inline[lease.lease_id] = payload.read()
             except (OSError, MemoryError) as error:
                 if is_transient(error):
                     why = TaskError(PAYLOAD_NOT_READABLE, f"the payload can't be read now: {error!r}")
@@ -120,14 +120,14 @@ def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dic
                     failures.append(ev.Failure(lease.lease_id, why))
                 continue
         kept.append(lease)
-    return kept, read, failures
+    return kept, inline, failures
 
 
 def lease_payloads(
-    batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]
+    batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], inline: dict[int, bytes]
 ) -> list[bytes]:
-    """Returns the leases' payloads. Large ones not in `read` are empty, and the batch gets references to them. The
-    extras must be filled already.
+    """Returns the leases' payloads. A large payload that is not in `inline` is empty, and the batch gets a reference to
+    it. Call after the batch's extras are filled.
     """
     payloads: list[bytes] = []
     extras = {extra.index: extra for extra in batch.extras}
@@ -137,8 +137,8 @@ def lease_payloads(
             payloads.append(payload)
             continue
         assert isinstance(payload, Reference)
-        payloads.append(read.get(lease.lease_id, b""))
-        if lease.lease_id not in read:
+        payloads.append(inline.get(lease.lease_id, b""))
+        if lease.lease_id not in inline:
             at = (extras.get(index) or batch.extras.add(index=index)).payload_place
             at.segment, at.offset, at.size = payload.pin.name, payload.offset, payload.size_bytes
     return payloads

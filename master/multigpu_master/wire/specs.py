@@ -22,7 +22,8 @@ PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
 WORLD_SIZE_MAX = 1024
 # A shorter timeout could end a task in the event that submits it, before the task is written to the journal.
 TIMEOUT_MIN_S = 0.001
-# Specs up to SMALL_BYTES are bounded by the limit of queued tasks; larger ones by their total size in each queue.
+# LARGE_BYTES_MAX limits the total size of a queue's specs that are larger than SMALL_BYTES. The limit of queued tasks
+# bounds the smaller ones.
 SMALL_BYTES = 1 << 10
 LARGE_BYTES_MAX = 64 << 20
 
@@ -34,15 +35,15 @@ class SpecsFullError(Exception):
 class SpecReader:
     """Validates and interns TaskSpec messages.
 
-    `skew`: seconds to add to a client's deadline to convert it to the master's clock. They are added when a spec is
-    first read; equal specs share the result.
+    `skew`: returns the seconds to add to a client's deadline to convert it to the master's clock. The first read of a
+    spec adds them; later reads of an equal spec return the same Spec.
     """
 
     def __init__(self, result_ttl_max_s: float = math.inf, skew: Callable[[], float] = lambda: 0.0) -> None:
         self._specs: weakref.WeakValueDictionary[bytes, Spec] = weakref.WeakValueDictionary()
         self._messages: weakref.WeakKeyDictionary[Spec, task_pb2.TaskSpec] = weakref.WeakKeyDictionary()
         self._result_ttl_max_s = result_ttl_max_s
-        self._large_bytes: Counter[str] = Counter()  # of large specs, by queue
+        self._large_bytes: Counter[str] = Counter()  # total size of the large specs, by queue
         self._skew = skew
 
     def read(self, message: task_pb2.TaskSpec, submitter: str = "") -> Spec:
@@ -53,7 +54,7 @@ class SpecReader:
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
-            # Checks that are not in `_spec` do not apply to specs of the journal, which an earlier master accepted.
+            # `restore` does not repeat these checks: an earlier master accepted the specs of the journal.
             check_size("content_type", message.content_type, NAME_BYTES_MAX)
             for field in ("content_type", "kind", "model", "queue"):
                 check_printable(field, getattr(message, field))
@@ -74,17 +75,17 @@ class SpecReader:
                     f"the different parameters and labels of tasks in queue {spec.queue!r} would take more than "
                     f"{LARGE_BYTES_MAX} bytes: share parameters among tasks, put data in payloads, or try again later"
                 )
-            self._keep(spec)
+            self._intern(spec)
         return spec
 
-    def _keep(self, spec: Spec) -> None:
+    def _intern(self, spec: Spec) -> None:
         self._specs[spec.wire] = spec
         size = len(spec.wire)
         if size > SMALL_BYTES:
             self._large_bytes[spec.queue] += size
-            weakref.finalize(spec, self._dropped, spec.queue, size).atexit = False
+            weakref.finalize(spec, self._forget_size, spec.queue, size).atexit = False
 
-    def _dropped(self, queue: str, size: int) -> None:
+    def _forget_size(self, queue: str, size: int) -> None:
         self._large_bytes[queue] -= size
         if not self._large_bytes[queue]:
             del self._large_bytes[queue]
@@ -101,7 +102,7 @@ class SpecReader:
                 f"The journal holds a task whose spec is damaged ({error}). Restore the data directory from a backup, "
                 "or run `mgpu-master --data-dir DIR salvage`, which removes such tasks and says which."
             ) from error
-        self._keep(spec)
+        self._intern(spec)
         return spec
 
     def message(self, spec: Spec) -> task_pb2.TaskSpec:
@@ -115,7 +116,7 @@ class SpecReader:
 def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     check_size("kind", m.kind, NAME_BYTES_MAX)
     if not m.kind:
-        raise InvalidMessageError('kind is missing; name what is to run, for example "embed"')
+        raise InvalidMessageError('kind is missing; name the kind of the task, for example "embed"')
     check_size("model", m.model, MODEL_BYTES_MAX)
     check_size("queue", m.queue, NAME_BYTES_MAX)
     if not 0 <= m.priority <= 5:
@@ -126,7 +127,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         raise InvalidMessageError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
     _check_mapping("parameters", m.parameters)
     if reserved := next((name for name in m.parameters if name.startswith("multigpu.")), None):
-        raise InvalidMessageError(f"parameter {reserved!r} is reserved: take a name without multigpu.")
+        raise InvalidMessageError(f"parameter {reserved!r} is reserved: use a name that does not begin with multigpu.")
     _check_mapping("required_labels", m.required_labels)
     if m.durability not in task_pb2.Durability.values():
         raise InvalidMessageError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")

@@ -65,7 +65,7 @@ def tasks_of(
         tasks.append(task)
     request_ids, payloads = _column_of_request_ids(batch), list(batch.payloads)
     if len(payloads) != len(request_ids):
-        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads; it needs as many of each"
+        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads: it needs one for each"
         return [*tasks, *[_invalid(message) for _ in request_ids]]
     for request_id, payload in zip(request_ids, payloads, strict=True):
         rejection = _check(payload, request_id, "", payload_bytes_max)
@@ -118,7 +118,8 @@ def settle_record(
 ) -> SettleRecord:
     """The journal's record of a task that settles now. `body`: its serialized Outcome.
 
-    The times of retention begin now: finish_s, a time of the worker's clock, may be long ago if no master ran then.
+    The result_ttl begins at `now`, not at finish_s: that is a time of the worker's clock, and the master may have been
+    down since.
     """
     outcome, spec = task.outcome, task.spec
     assert outcome is not None, "it is settled"
@@ -131,7 +132,7 @@ def settle_record(
 
 
 def spec_message(spec: Spec) -> task_pb2.TaskSpec:
-    """A spec as clients see it: as submitted, with the defaults of queue, priority and attempts_max."""
+    """A spec as clients see it: as submitted, with defaults for a missing queue, priority and attempts_max."""
     message = task_pb2.TaskSpec.FromString(spec.wire)
     message.queue, message.priority, message.attempts_max = spec.queue, spec.priority, spec.attempts_max
     return message

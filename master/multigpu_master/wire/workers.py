@@ -1,4 +1,4 @@
-"""Workers: their hello and heartbeat for the core, and what operators see of them."""
+"""Converts messages about workers: hellos and heartbeats for the core, and descriptions for operators."""
 
 from multigpu._transport.names import HELLO_BYTES_MAX
 from multigpu.v1 import admin_service_pb2, worker_service_pb2
@@ -17,14 +17,14 @@ _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "sl
 
 
 def check_hello_size(m: worker_service_pb2.Hello) -> None:
-    """Raises InvalidMessageError if a worker's hello is too large. What is saved of the worker may be larger: it has
-    default fields, and the newest catalog.
+    """Raises InvalidMessageError if a worker's hello is too large. The saved description may be larger, because it has
+    the fields with default values and the newest catalog.
     """
     size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
     if size > HELLO_BYTES_MAX:
         raise InvalidMessageError(
             f"the worker's description has {size} bytes; at most {HELLO_BYTES_MAX} are allowed: "
-            "serve fewer kinds and models, or give it fewer labels"
+            "serve fewer kinds and models, or give the worker fewer labels"
         )
 
 

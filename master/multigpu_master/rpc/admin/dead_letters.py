@@ -19,7 +19,7 @@ from multigpu_master.write_buffer import DURABLE_S
 
 LETTERS_MAX = 10_000  # dead letters that one request can name
 QUEUE_LETTERS_MAX = 1000  # dead letters in one page of a queue
-BATCH = 16  # dead letters requeued at a time; few, because their payloads are in memory meanwhile
+REQUEUED_AT_ONCE = 16  # dead letters; few, because their payloads are in memory meanwhile
 REPLACED = (
     "task {task_id} has the same request_id {request_id!r} and was submitted later, so this task must not run again; "
     "delete this dead letter"
@@ -51,7 +51,7 @@ class DeadLetterCalls:
         ids, token = await self._requested_ids(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         rejected: list[tuple[int, ev.Rejection]] = []
-        for batch in queries.batched(ids, BATCH):
+        for batch in queries.batched(ids, REQUEUED_AT_ONCE):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
             # Dead letters that another call handles now are reported as unknown.
             claimed = {task_id for task_id in batch if task_id not in self._busy_dead_letters}
@@ -59,14 +59,14 @@ class DeadLetterCalls:
             try:
                 # Wait for all requeues, even if one fails: only then may other calls handle these dead letters. (If the
                 # caller goes away, this call continues: audit.py.)
-                wanted = [task_id for task_id in batch if task_id in claimed]
-                answers = await asyncio.gather(*map(self._requeue, wanted), return_exceptions=True)
+                claimed_ids = [task_id for task_id in batch if task_id in claimed]
+                answers = await asyncio.gather(*map(self._requeue, claimed_ids), return_exceptions=True)
             finally:
                 self._busy_dead_letters -= claimed
-            of_id = dict(zip(wanted, answers, strict=True))
-            response.unknown_task_ids.extend(task_id for task_id in batch if of_id.get(task_id) is None)
+            answer_by_id = dict(zip(claimed_ids, answers, strict=True))
+            response.unknown_task_ids.extend(task_id for task_id in batch if answer_by_id.get(task_id) is None)
             response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
-            for task_id, answer in of_id.items():
+            for task_id, answer in answer_by_id.items():
                 if isinstance(answer, BaseException):
                     raise answer
                 if isinstance(answer, ev.Rejection):
@@ -94,7 +94,9 @@ class DeadLetterCalls:
         return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
 
     async def _requested_ids(self, request: Any) -> tuple[list[int], str]:
-        """The ids in the request, or else one page of the queue's dead letters; and the next page's token, or ""."""
+        """The ids in the request, or else those of one page of the queue's dead letters; and the next page's token, or
+        "" after the last page.
+        """
         check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call", "make several")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""

@@ -31,15 +31,15 @@ class ModelCalls:
     async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
         workers, name = self._workers(request.worker_ids), request.model
         if not request.worker_ids:
-            workers = [_best(workers, name)]
+            workers = [_best_worker(workers, name)]
         elif lacking := [w.worker_id for w in workers if not _can_load(w, name)]:
             raise NotFoundError(
                 f"workers that are not connected, or do not offer model {name!r}: {', '.join(lacking)}; "
                 "`mgpuctl models list` shows which workers offer which models"
             )
         for worker in workers:
-            if misfit := _misfit(worker, name):
-                raise ExhaustedError(f"model {name!r} does not fit on {worker.worker_id}: {misfit}")
+            if reason := _why_too_large(worker, name):
+                raise ExhaustedError(f"model {name!r} does not fit on {worker.worker_id}: {reason}")
         await self._handle([ev.LoadModel(w.worker_id, name) for w in workers])
         return pb.LoadModelResponse(worker_ids=[w.worker_id for w in workers])
 
@@ -51,7 +51,7 @@ class ModelCalls:
             raise NotFoundError(
                 f"no model {request.model!r} is offered, loaded or pinned {where}; `mgpuctl models list` shows all"
             )
-        holders = [w for w in workers if _holds(w, request.model)]
+        holders = [w for w in workers if _has_model(w, request.model)]
         await self._handle([ev.UnloadModel(w.worker_id, request.model) for w in holders])
         return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
@@ -74,7 +74,7 @@ class ModelCalls:
         """Handles the events, and returns when the journal has written the pins to the disk."""
         workers = self._driver.core.fleet.workers
         async for event in pausing(events):
-            if event.worker_id in workers:  # not forgotten meanwhile
+            if event.worker_id in workers:  # the fleet has not forgotten it meanwhile
                 self._driver.handle(event)
         await save(self._driver, {})  # each event has appended its worker's setting to the journal's entries
 
@@ -84,8 +84,8 @@ def _can_load(worker: Worker, name: str) -> bool:
     return bool(worker.session) and name in worker.residency.id_of_name
 
 
-def _best(workers: Iterable[Worker], name: str) -> Worker:
-    """Returns the best worker on which to pin a model; if the model fits on none, the first worker that offers it.
+def _best_worker(workers: Iterable[Worker], name: str) -> Worker:
+    """Returns the best worker on which to pin a model; if the model fits on no worker, the first that offers it.
     Raises NotFoundError if no connected worker offers it.
     """
     offering = [w for w in workers if _can_load(w, name)]
@@ -93,11 +93,11 @@ def _best(workers: Iterable[Worker], name: str) -> Worker:
         raise NotFoundError(
             f"no connected worker offers model {name!r}; `mgpuctl models list` shows which workers offer which models"
         )
-    fitting = [w for w in offering if not _misfit(w, name)]
+    fitting = [w for w in offering if not _why_too_large(w, name)]
     return max(fitting, key=lambda w: _preference(w, name)) if fitting else offering[0]
 
 
-def _misfit(worker: Worker, name: str) -> str:
+def _why_too_large(worker: Worker, name: str) -> str:
     """Returns why a model does not fit into a worker's memory beside the worker's pinned models, or "" if it fits."""
     residency = worker.residency
     model, limit = residency.id_of_name[name], residency.limit_bytes
@@ -126,7 +126,7 @@ def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     return model in residency.operator_pinned_ids(), worker.accepting, residency.placed(model), room
 
 
-def _holds(worker: Worker, name: str) -> bool:
+def _has_model(worker: Worker, name: str) -> bool:
     """Whether a worker has a model of this name or id loaded, pinned, or about to be loaded."""
     residency = worker.residency
     held = (
@@ -141,8 +141,8 @@ def _holds(worker: Worker, name: str) -> bool:
 
 async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
     """The models that workers offer, sorted by id (name and version). `name`: only models of that name; "": all. A
-    model has one entry for all workers that offer the same files. Its values are from one of these workers, except that
-    the digest may be another's.
+    model has one entry for all workers that offer the same files. The values are those of one of these workers, but the
+    digest may be from another.
     """
     groups: dict[str, list[pb.ModelEntry]] = {}
     async for worker in pausing(sorted(workers, key=lambda w: w.worker_id)):
@@ -151,11 +151,11 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             if name and offered.name != name:
                 continue
             message = model_pb2.Model.FromString(offered.wire)
-            alike = groups.setdefault(model_id, [])
-            entry = next((e for e in alike if _same(e.model, message)), None)
+            versions = groups.setdefault(model_id, [])
+            entry = next((e for e in versions if _same_files(e.model, message)), None)
             if entry is None:
                 entry = pb.ModelEntry(model=message)
-                alike.append(entry)
+                versions.append(entry)
             elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
                 # Show what this worker reports: the model takes more memory there, or the digest is known.
                 digest = message.digest or entry.model.digest
@@ -167,9 +167,9 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
     return [entry for model_id in sorted(groups) for entry in groups[model_id]]
 
 
-def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
+def _same_files(one: model_pb2.Model, other: model_pb2.Model) -> bool:
     """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, whether it is
-    the current version, and its engine, once both have loaded it. An unknown digest equals any.
+    the current version, and its engine, once both have loaded it. An unknown digest equals every digest.
     """
     digests = {d for d in (one.digest, other.digest) if d}
     engines = {model.engine for model in (one, other) if model.facts}  # a worker has no facts before it loads the model
