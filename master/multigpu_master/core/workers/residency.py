@@ -6,8 +6,8 @@ first, until there is enough memory. So the master controls loading through the 
 or where a lease on it is live or not yet acknowledged. Models *in use* can't be unloaded: those with leases, pinned
 models, those being loaded, and the model with a load reservation (load_reservations.py). A lease on another model is
 granted only where that model fits beside those in use, or none is in use. If models must be unloaded for it, the worker
-must also be idle, or its cooldown must be over, which takes as long as its last loading: a busy worker spends at most
-half of its time on loading.
+must also be idle, or have spent as much time since its last loading as that took, its cooldown: so a busy worker spends
+at most half of its time on loading.
 
 The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
 """
@@ -37,7 +37,7 @@ class Block(Enum):
     RETIRING = "it makes room there for a model that has waited longer"
     RESERVED = "another model, which has waited longer, is to be loaded there first"
     NO_ROOM = "there is no room for it"
-    RESTING = "another would have to be unloaded, and the worker loads one or has just loaded one"
+    COOLING_DOWN = "another would have to be unloaded, and the worker loads one or has just loaded one"
 
 
 class ModelSizes:
@@ -173,7 +173,7 @@ class Residency:
             return Block.RESERVED
         if idle or not (self.cooling_down or self.loading_since_s):
             return None
-        return Block.RESTING if self.excess_bytes(model) > 0 else None
+        return Block.COOLING_DOWN if self.excess_bytes(model) > 0 else None
 
     def fits(self, model: str) -> bool:
         """Whether the model fits into memory beside the other models in use. True if there are no others."""
