@@ -1,1 +1,1 @@
-"""Who may come in, and what they may do: tokens, certificates, limits, and the book of what administrators did."""
+"""Authentication and authorization: listeners, certificates, tokens and their limits, and the audit log."""

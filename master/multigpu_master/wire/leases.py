@@ -19,7 +19,7 @@ from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
 CHECKPOINT_BYTES_MAX = 1 << 20  # a larger checkpoint of a worker is ignored
-# Larger partial outputs of a task, all together (Extra.outputs_and_log_bytes), are not sent to the next worker.
+# If a task's partial outputs and log (Extra.outputs_and_log_bytes) are larger, its leases do not carry the outputs.
 RESENT_PARTIALS_BYTES_MAX = 1 << 20
 
 
@@ -34,7 +34,7 @@ def lease_batch(
     payloads_by_lease_id: dict[int, bytes] | None = None,
 ) -> list[bytes]:
     """Returns a LeaseBatch with leases of one spec and worker, as parts of a frame. `payloads_by_lease_id`: the large
-    payloads that are to be sent as bytes. Large ones that are not in it are sent as references. None: none is large.
+    payloads to send as bytes; the other large payloads are sent as references. None: no payload is large.
     """
     batch = worker_service_pb2.LeaseBatch()
     tasks = [lease.task for lease in leases]
@@ -68,7 +68,7 @@ def lease_batch(
 
 
 def extra_bytes(extra: Extra) -> int:
-    """The approximate size of what a lease carries of an Extra."""
+    """Returns the approximate size of the part of an Extra that a lease carries."""
     return (
         len(extra.checkpoint)
         + len(extra.traceparent)
@@ -82,8 +82,8 @@ def _resends_partials(extra: Extra) -> bool:
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
-    """Returns the leases of an earlier session that a worker claims. `granted_by_this_journal` is True where the
-    lease's proof is right.
+    """Returns the leases that a worker claims to hold from an earlier session. `granted_by_this_journal` is True for
+    those with a valid proof.
     """
     columns = [x.lease_id for x in m.leases], [x.task_id for x in m.leases], [x.attempt for x in m.leases]
     return [

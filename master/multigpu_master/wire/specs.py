@@ -22,7 +22,7 @@ PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
 WORLD_SIZE_MAX = 1024
 # A shorter timeout could end a task in the event that submits it, before the task is written to the journal.
 TIMEOUT_MIN_S = 0.001
-# Specs up to SMALL_BYTES are bounded by the limit of queued tasks; larger ones by their total size in each queue.
+# The limit of queued tasks bounds specs up to SMALL_BYTES; LARGE_BYTES_MAX limits a queue's larger specs in total.
 SMALL_BYTES = 1 << 10
 LARGE_BYTES_MAX = 64 << 20
 
@@ -126,7 +126,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         raise InvalidMessageError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
     _check_mapping("parameters", m.parameters)
     if reserved := next((name for name in m.parameters if name.startswith("multigpu.")), None):
-        raise InvalidMessageError(f"parameter {reserved!r} is reserved: take a name without multigpu.")
+        raise InvalidMessageError(f"parameter {reserved!r} is reserved: use a name that does not begin with multigpu.")
     _check_mapping("required_labels", m.required_labels)
     if m.durability not in task_pb2.Durability.values():
         raise InvalidMessageError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")

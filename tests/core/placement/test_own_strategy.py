@@ -77,7 +77,7 @@ def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
         ("class Coolest: pass", "coolest = coolest:Coolest", "not derived from multigpu_master.core.strategy.Strategy"),
         (f"{BASE} name = 'coolest'", "coolest = coolest:Coolest", "it lacks summary, score_meaning"),
         (f"{BASE} name = summary = score_meaning = 'warm'", "coolest = coolest:Coolest", "its name is 'warm'"),
-        (f"{MINE}; aliases = 'xy'", "coolest = coolest:Coolest", "its aliases are no tuple"),
+        (f"{MINE}; aliases = 'xy'", "coolest = coolest:Coolest", "its aliases are not a tuple"),
         (f"{MINE}; aliases = ('memory',)", "coolest = coolest:Coolest", "are both called 'memory'"),
         (f"{BASE} name = summary = score_meaning = 'auto'", "auto = coolest:Coolest", "are both called 'auto'"),
         ("", "coolest = coolest:Coolest", "can't be used: AttributeError"),
