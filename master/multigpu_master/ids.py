@@ -51,7 +51,7 @@ def first_id(epoch: int, now_s: float = 0.0) -> int:
     return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 
-def new_name() -> str:
+def new_incarnation_name() -> str:
     return secrets.token_hex(8)
 
 
@@ -70,8 +70,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """A lease's proof shows a later master which worker got the lease, because leases are not journaled. It is the
-    first 8 bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
+    """A lease's proof shows a later master which worker got the lease, because leases are not journaled. The proof
+    is the first 8 bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
     """
 
     def __init__(self, key: bytes) -> None:

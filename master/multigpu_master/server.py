@@ -46,7 +46,7 @@ log = structlog.get_logger()
 DESCRIPTORS_KEPT = 256
 # A starting master logs a larger difference between the clock and the last time saved in the journal.
 CLOCK_DIFFERS_S = 60.0
-HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
+HEALTH_MASTER, HEALTH_WORKER_PREFIX = "master", "worker/"
 
 
 class StartError(Exception):
@@ -211,7 +211,7 @@ class Master:
         for name in ("", HEALTH_MASTER, *names):
             self._health.set(name, health_service.RESPONSE.SERVING)
         for worker_id in driver.core.fleet.workers:  # restored workers are lost until they reconnect
-            self._health.set(HEALTH_WORKER + worker_id, health_service.RESPONSE.NOT_SERVING)
+            self._health.set(HEALTH_WORKER_PREFIX + worker_id, health_service.RESPONSE.NOT_SERVING)
 
     def _services(self, driver: Driver) -> dict[ServiceDescriptor, object]:
         config = self.config
@@ -257,7 +257,7 @@ class Master:
             driver.write_buffer.append(Entry(settings=dict.fromkeys(setting) if change.gone else setting))
         state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
         self._health.set(
-            HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
+            HEALTH_WORKER_PREFIX + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
         )
         driver.changes.worker_changed()
 

@@ -38,7 +38,7 @@ class Audit:
         self.path = data_dir / FILE
         self._running_calls: set[asyncio.Task[Any]] = set()
         self._write_lock, self._name_lock = threading.Lock(), threading.Lock()
-        self._synced_inode = 0  # the inode of the file whose directory entry is synced
+        self._synced_inode = 0  # inode of the file whose directory entry is synced
 
     def wrap(self, serve: Serve, method: str, parse: Callable[[bytes], Any]) -> Serve:
         """Returns a wrapper of `serve` that audits each call, or `serve` itself if `method`, which is "Service/Method",

@@ -132,7 +132,7 @@ class Auth:
         return checked
 
     def revoke(self, token_id: str) -> Token | None:
-        """Removes and returns a token, and ends its open calls except the running call. None: there is no such token."""
+        """Removes and returns a token, and ends its open calls except the running call. None: no such token."""
         assert self.tokens is not None, "only callers with a token can revoke one"
         token = self.tokens.remove(token_id)
         if token is not None:
@@ -152,7 +152,7 @@ class Auth:
         wanted = "worker" if roles == _WORKERS else "client"
         if wanted not in kinds and roles != _ANY:
             text = (
-                f"{method} requires a certificate of the kind {wanted}; the caller's is of the kind "
+                f"{method} requires a certificate of the kind {wanted}; the caller's certificate is of the kind "
                 f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {wanted}`"
             )
             raise self._log_rejection(DeniedError(text), context, method, None)

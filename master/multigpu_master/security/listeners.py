@@ -69,7 +69,7 @@ _UNREADABLE = x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.Duplica
 
 
 class Certificates:
-    """The files of the master's certificate, its key and the clients' CA. New connections use the newest valid files."""
+    """The files of the master's certificate and key and the clients' CA. New connections use the newest valid files."""
 
     def __init__(self, config: MasterConfig) -> None:
         self._paths = [Path(p).expanduser() for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
@@ -114,7 +114,7 @@ class Certificates:
             if key.stat().st_mode & stat.S_IRWXO:
                 raise ListenError(f"every user of this host may access the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")  # no prompt
+            context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")  # no password prompt
             _check_server_use(self._paths[0], texts[0])
             if len(self._paths) > 2:
                 context.load_verify_locations(self._paths[2])

@@ -1,7 +1,7 @@
 """memory_usage: the device with the most free memory; above the threshold a device gets nothing new.
 
 The reported free memory is as old as the last heartbeat, so the score subtracts the memory that the tasks of all
-leases require, even if they already use it and it is counted twice.
+leases require. Memory that these tasks already use therefore counts twice.
 """
 
 from typing import ClassVar

@@ -20,9 +20,9 @@ class StrategyError(Exception):
     """A strategy can't be used; the message says which and why."""
 
 
-class Guarded(Strategy):
-    """A strategy of another package, whose mistakes must not end the master: a mistake in excludes() or score()
-    excludes the worker, one in min_backlog() counts as 1. Each is logged once.
+class GuardedStrategy(Strategy):
+    """Wraps a strategy of another package, so that its mistakes do not end the master: a mistake in excludes() or
+    score() excludes the worker, and a mistake in min_backlog() makes it return 1. Logs each mistake once.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -103,7 +103,7 @@ def _load(point: EntryPoint) -> Strategy:
         raise ValueError(f"its name is {strategy.name!r}: it must be the name of its entry point, {point.name!r}")
     if not isinstance(strategy.aliases, tuple):
         raise TypeError("its aliases are not a tuple")
-    return strategy if point.module.startswith(f"{OWN_PACKAGE}.") else Guarded(strategy)
+    return strategy if point.module.startswith(f"{OWN_PACKAGE}.") else GuardedStrategy(strategy)
 
 
 def canonical_name(name: str, strategies: dict[str, Strategy]) -> str | None:

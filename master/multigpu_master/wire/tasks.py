@@ -116,7 +116,7 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
 def settle_record(
     task: Task, body: bytes | LargeBody, now: float, *, submit_may_be_stored: bool = True
 ) -> SettleRecord:
-    """The journal's record of a task that settles now. `body`: the serialized Outcome.
+    """The journal's record of a task that settles now. `body`: the serialized Outcome. The flag: see SettleRecord.
 
     Retention begins now, not at finish_s: the worker may have finished the task long ago, while no master ran.
     """
