@@ -54,8 +54,8 @@ HEADER, SCHEME = "authorization", "bearer "
 URN = "urn:multigpu:"
 NO_TOKEN = "the master requires a token: set token_file (MGPU_TOKEN_FILE) or MGPU_TOKEN"  # noqa: S105
 BAD_TOKEN = "the token is not valid here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
-TOKEN_ENDED = "the token was revoked or has expired; ask for a new one"
-# At most one rejected call is logged in this interval.
+TOKEN_ENDED = "the token was revoked or has expired; ask for a new one"  # noqa: S105
+# Auth logs at most one rejected call in this interval.
 LOG_INTERVAL_S = 1.0
 
 Serve = Callable[[Any, Any], Awaitable[Any]]  # (request, context)

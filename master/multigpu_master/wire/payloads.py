@@ -65,7 +65,7 @@ class Peer:
 
 
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
-    """Returns the payload that an input refers to. Raises BadReferenceError for an invalid reference, or without `peer`."""
+    """Returns the payload that an input refers to. Raises BadReferenceError if it is invalid, or `peer` is None."""
     if peer is None:
         raise BadReferenceError("only a Run stream can refer to payloads; send the payload inline")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)

@@ -96,8 +96,8 @@ def test_a_broken_strategy_is_named(tmp_path: Path, source: str, entry: str, say
     ("method", "mistake"),
     [
         ("def score(self, *_): raise RuntimeError('oh')", "RuntimeError('oh') in excludes() or score()"),
-        ("def score(self, *_): return float('nan')", "score() returned nan, which is no number"),
-        ("def score(self, *_): return 'low'", "score() returned 'low', which is no number"),
+        ("def score(self, *_): return float('nan')", "score() returned nan, which is not a number"),
+        ("def score(self, *_): return 'low'", "score() returned 'low', which is not a number"),
         ("def score(self, worker): return 0.0", "TypeError"),
         ("def excludes(self, *_): return True", "excludes() returned True, which is neither a text nor None"),
         ("def excludes(self, *_): return self.nosuch", "AttributeError"),
