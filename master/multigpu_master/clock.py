@@ -1,9 +1,9 @@
 """The master's clock, in seconds since 1970. Once started, it never goes back and never jumps.
 
-Sessions, leases, deadlines and the retention of outcomes use this clock, and a jump would end all of them at once. The
-clock starts at the host's time, or at the time of the newest task or outcome in the journal if that is later, and then
-follows the host's monotonic clock. A change of the host's time while the master runs takes effect at the next start of
-a master.
+Sessions, leases, deadlines and the retention of outcomes use this clock, and a jump forward would expire all of them.
+The clock starts at the host's time, or at the time of the newest task or outcome in the journal if that is later. Then
+it follows the host's monotonic clock. A change of the host's time while the master runs takes effect at the next start
+of a master.
 """
 
 import time
@@ -20,7 +20,7 @@ class Clock:
 
     def begin(self, newest_s: float) -> None:
         """Moves the clock to `newest_s` (JournalReads.newest_time_s) if that is later. Call it before the core or the
-        retention use `now`. (The journal chose the epoch of this start before, by the host's time: see ids.py.)
+        retention use `now`. (The journal has already chosen the epoch of this start, from the host's time: see ids.py.)
         """
         self._offset_s = max(self._offset_s, newest_s - self._monotonic())
 

@@ -422,7 +422,7 @@ class Driver:
                     outbox.frame_for(len(body)).add_large_outcome(body)
                 except (OSError, MemoryError) as error:
                     if is_transient(error):
-                        reject(outbox, payload_messages.NOT_READABLE, request_id)
+                        reject(outbox, payload_messages.OUTCOME_NOT_READABLE, request_id)
                         return
                     without_result = payload_messages.outcome_without_result(body, error)
                     outbox.frame_for(len(without_result)).add_outcome(without_result)

@@ -10,7 +10,7 @@ from multigpu._transport.payloads import is_transient
 
 log = structlog.get_logger()
 
-# Limit of a status's text, before and after its encoding for the header: clients reject a status with a longer header.
+# Limit of a status's text, in characters, and of its encoded form, in bytes. Clients reject longer headers.
 DETAILS_BYTES_MAX = 3000
 _UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that the encoding keeps
 

@@ -6,10 +6,10 @@ wall clock in whole seconds since 2025, and the counter starts at the fraction o
 empty journal or on an older copy repeats no id, even if it starts in the same second as its predecessor. Each new epoch
 is above the journal's last epoch.
 
-Each start of a master is an incarnation with a random name, which the journal keeps. A cursor numbers an outcome in the
-order of the journal; clients get it from Watch. A lease_id or a cursor that a peer holds is valid only if the journal
-knows the incarnation that issued it, and if it is below the first id or cursor of the next incarnation. Otherwise this
-is a different journal or an older copy, or INCARNATIONS_MAX masters have started since then. See
+Each start of a master is an incarnation with a random name, which the journal keeps. A cursor is the number of
+an outcome in journal order; clients get cursors from Watch. A lease_id or a cursor that a peer holds is valid only if
+the journal knows the incarnation that issued it, and the next incarnation, if any, began at a higher id or cursor.
+Otherwise this is a different journal or an older copy, or INCARNATIONS_MAX masters have started since then. See
 docs/decisions/0015-ids-and-incarnations.md.
 """
 
@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from multigpu_master.core.model import EPOCH_IDS
 from multigpu_master.errors import JournalError
 
-EPOCHS_END = (1 << 53) // EPOCH_IDS  # above all epochs
+EPOCHS_END = (1 << 53) // EPOCH_IDS  # exclusive upper bound of the epochs
 # Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.
 FIRST_EPOCH_S = 1_735_689_600
 TIME_END_S = FIRST_EPOCH_S + EPOCHS_END
@@ -51,7 +51,7 @@ def first_id(epoch: int, now_s: float = 0.0) -> int:
     return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 
-def new_name() -> str:
+def new_incarnation_name() -> str:
     return secrets.token_hex(8)
 
 
@@ -70,8 +70,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """Proves to a later master to which worker a lease was granted, because leases are not journaled. A proof is the
-    first 8 bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
+    """A lease's proof shows a later master which worker got the lease, because leases are not journaled. The proof
+    is the first 8 bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
     """
 
     def __init__(self, key: bytes) -> None:

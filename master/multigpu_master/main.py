@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-# gRPC's own log writes text from peers to stderr as it is. Must be set before grpc is imported.
+# gRPC's own log writes text from peers to stderr unescaped. Set this before the import of grpc.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# gRPC's own threads for sockets, its default since 1.80, slow small messages down: see docs/dependencies.md.
+# gRPC's socket threads, its default since 1.80, slow down small messages: see docs/dependencies.md.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 from multigpu import _extras
@@ -48,10 +48,10 @@ from multigpu_master.wire.specs import SpecReader
 log = structlog.get_logger()
 T = TypeVar("T")
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_NOT_DONE, EXIT_LACKING = 1, 2, 3, 4
-# Thread switches every 0.5 ms instead of 5: the journal's thread does short work while the event loop is busy.
+EXIT_FAILED, EXIT_CONFIG, EXIT_NOT_DONE, EXIT_INCOMPLETE = 1, 2, 3, 4
+# Python's default is 5 ms. With 0.5 ms, the journal's thread waits less for the GIL while the event loop is busy.
 SWITCH_INTERVAL_S = 0.0005
-# systemd's watchdog is not notified while one operation of the journal takes longer than this.
+# While one operation of the journal takes longer than this, the master does not notify systemd's watchdog.
 JOURNAL_OPERATION_MAX_S = 60.0
 
 
@@ -104,7 +104,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
         code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_NOT_DONE
     shut_down_tracing()
     sys.stderr.flush()
-    # Do not wait for threads that are left, such as gRPC's poller or one that waits for a slow disk.
+    # Do not wait for the remaining threads, such as gRPC's poller or a thread that waits for a slow disk.
     os._exit(code)
 
 
@@ -114,28 +114,28 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
 def backup(data_dir: Path, target: Path) -> None:
     """Copies the journal to TARGET, a new directory that a master can start from. A master may be running.
 
-    Exit codes: 0 the copy is whole, 3 there is no copy (the message says why), 4 there is a copy, without what was lost
-    before the backup, and the losses are listed.
+    Exit codes: 0 the copy is whole, 3 there is no copy (the message says why), 4 the copy lacks data that the journal
+    had lost before the backup; the output lists these losses.
     """
-    raise_descriptor_limit()  # every segment is opened
+    raise_descriptor_limit()  # the backup opens every segment
     lost = _or_exit(lambda: journal_backup.backup(data_dir, target, CHECKS))
     for line in lost:
         click.echo(f"not in the copy: {line}")
     if lost:
         click.echo(
-            f"{target} is a copy of {data_dir} without what was lost there before. Before a master starts from it, run "
+            f"{target} is a copy of {data_dir} without the data lost there. Before a master starts from the copy, run "
             f"`mgpu-master --data-dir {target} salvage`, which removes the tasks whose payload is lost."
         )
-        sys.exit(EXIT_LACKING)
+        sys.exit(EXIT_INCOMPLETE)
     click.echo(
-        f"{target} is a copy of {data_dir}. To restore it, stop the master and put the copy in its data_dir's place."
+        f"{target} is a copy of {data_dir}. To restore it, stop the master and replace its data_dir with the copy."
     )
 
 
 @main.command()
 @click.pass_obj
 def salvage(data_dir: Path) -> None:
-    """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
+    """Repairs a damaged journal, so that a master can start from it, and lists the losses. No master may be running."""
     gone = _or_exit(lambda: list(journal_backup.salvage(data_dir, CHECKS)))
     for line in gone:
         click.echo(f"gone: {line}")
@@ -144,7 +144,7 @@ def salvage(data_dir: Path) -> None:
 
 
 def _try_journal(data_dir: Path) -> None:
-    """Opens the journal as a master does when it starts, which begins an incarnation. Reads all settings and tasks, and
+    """Opens the journal as a starting master does, which begins an incarnation. Reads all settings and tasks, and
     closes the journal. Raises JournalError if a master can't start.
     """
     journal = SqliteJournal(data_dir, size_max_bytes=MasterConfig().journal_bytes_max)

@@ -89,7 +89,7 @@ class Outbox(Generic[F]):
             self.aborted.set_result(error)
 
     def add_pending(self, count: int) -> None:
-        """Changes the number of outcomes that the peer waits for."""
+        """Adds `count`, which may be negative, to `pending_outcomes`."""
         self.pending_outcomes += count
         if self.pending_outcomes <= 0:
             self._none_pending.set()

@@ -42,11 +42,11 @@ from multigpu_master.worker_log import WorkerLog
 
 log = structlog.get_logger()
 
-# File descriptors that connections leave to the journal, audit.log and the metrics.
+# File descriptors that connections may not use: they are for the journal, audit.log and the metrics.
 DESCRIPTORS_KEPT = 256
-# At the start, a larger difference between the clock and the journal's last time is logged.
+# A starting master logs a larger difference between the clock and the last time saved in the journal.
 CLOCK_DIFFERS_S = 60.0
-HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
+HEALTH_MASTER, HEALTH_WORKER_PREFIX = "master", "worker/"
 
 
 class StartError(Exception):
@@ -54,11 +54,11 @@ class StartError(Exception):
 
 
 class SettingError(StartError):
-    """The master cannot start before its settings, or the files that they name, are changed."""
+    """The master cannot start until someone changes its settings, or the files that they name."""
 
 
 class Master:
-    """A running master. `clock`: the same as the journal's. `descriptors`: the process's limit of open files."""
+    """A running master. `clock`: the one that the journal uses. `descriptors`: the process's limit of open files."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Master:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.address = ""
-        self.fatal: str | None = None  # why the master ends with an error; None: it does not
+        self.fatal: str | None = None  # why the master ends with an error; None: no error
         self.stop_requested = asyncio.Event()
         self.driver: Driver
         self._descriptors = descriptors
@@ -89,8 +89,8 @@ class Master:
         self.certificates: listeners.Certificates | None = None
 
     async def start(self) -> None:
-        """Recovers the journal's tasks and settings, then listens. Raises StartError if it cannot: then the journal is
-        closed, so that it can be repaired.
+        """Recovers the journal's tasks and settings, then listens. If the master cannot start, closes the
+        journal, so that it can be repaired, and raises StartError.
         """
         try:
             await self._start()
@@ -168,7 +168,7 @@ class Master:
         return driver
 
     def _recover(self, driver: Driver, recovered: Recovered) -> tuple[int, int]:
-        """Restores settings and tasks. Returns how many tasks, and how many workers are expected to reconnect."""
+        """Restores settings and tasks. Returns the number of tasks, and of workers that are expected to reconnect."""
         driver.write_buffer.load_request_filter()
         now = driver.now()
         expected = settings.restore(
@@ -182,7 +182,7 @@ class Master:
         if abs(clock_difference_s) > CLOCK_DIFFERS_S:
             log.warning(
                 "the clock differs from the last time in the journal: no master ran for that long, or the host's clock "
-                "is wrong (set it). Results do not age by the difference",
+                "is wrong (set it). The difference does not shorten the time for which results are kept",
                 ahead_s=round(clock_difference_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
 
@@ -210,8 +210,8 @@ class Master:
         self._server_watch = asyncio.create_task(self._end_with_server())
         for name in ("", HEALTH_MASTER, *names):
             self._health.set(name, health_service.RESPONSE.SERVING)
-        for worker_id in driver.core.fleet.workers:  # restored ones are lost until they reconnect
-            self._health.set(HEALTH_WORKER + worker_id, health_service.RESPONSE.NOT_SERVING)
+        for worker_id in driver.core.fleet.workers:  # restored workers are lost until they reconnect
+            self._health.set(HEALTH_WORKER_PREFIX + worker_id, health_service.RESPONSE.NOT_SERVING)
 
     def _services(self, driver: Driver) -> dict[ServiceDescriptor, object]:
         config = self.config
@@ -257,7 +257,7 @@ class Master:
             driver.write_buffer.append(Entry(settings=dict.fromkeys(setting) if change.gone else setting))
         state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
         self._health.set(
-            HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
+            HEALTH_WORKER_PREFIX + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
         )
         driver.changes.worker_changed()
 
@@ -281,7 +281,7 @@ class Master:
 
     def check_certificates(self) -> None:
         """Raises ListenError if the files of the certificates are invalid; the old ones stay in use. New connections
-        use valid new files also without this check.
+        use valid new files even without this check.
         """
         if self.certificates is not None:
             self.certificates.check_files()
@@ -297,7 +297,7 @@ class Master:
                 [asyncio.ensure_future(self.driver.write_buffer.flush_and_wait())], timeout=timeout_s / 4
             )
         self.driver.stop()
-        # Streams do not end by themselves: their peers reconnect to the next master.
+        # A short grace period: streams do not end by themselves. Their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 4))
         await self._audit.finish(timeout_s / 4)
         await asyncio.sleep(0)  # lets scheduled callbacks append their entries

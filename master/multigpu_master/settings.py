@@ -22,7 +22,7 @@ from multigpu_master.wire.workers import hello_message, worker_info
 
 log = structlog.get_logger()
 
-STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
+STRATEGY, QUEUE_PREFIX, WORKER_PREFIX, BREAKER = "strategy", "queue/", "worker/", "breaker"
 UINT64_END = 1 << 64
 T = TypeVar("T")
 Handle = Callable[[ev.Event], object]
@@ -36,7 +36,7 @@ def queue_setting(queue: Queue) -> dict[str, bytes | None]:
         "tasks_max": queue.tasks_max,
         "bytes_max": queue.bytes_max,
     }
-    return {QUEUE + queue.name: json.dumps(rules).encode() if any(rules.values()) else None}
+    return {QUEUE_PREFIX + queue.name: json.dumps(rules).encode() if any(rules.values()) else None}
 
 
 def worker_setting(worker: Worker) -> dict[str, bytes | None]:
@@ -53,7 +53,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
         "check_at_once": worker.check_at_once,
         "pinned_models": list(worker.residency.operator_pins),
     }
-    return {WORKER + worker.worker_id: json.dumps(fields).encode()}
+    return {WORKER_PREFIX + worker.worker_id: json.dumps(fields).encode()}
 
 
 def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
@@ -74,11 +74,11 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
                 log.warning(
                     "the saved strategy is not installed, the configured strategy is used", strategy=value.decode()
                 )
-            elif key.startswith(QUEUE):
-                _restore_queue(handle, strategies, key.removeprefix(QUEUE), json.loads(value))
-            elif key.startswith(WORKER):
+            elif key.startswith(QUEUE_PREFIX):
+                _restore_queue(handle, strategies, key.removeprefix(QUEUE_PREFIX), json.loads(value))
+            elif key.startswith(WORKER_PREFIX):
                 registration = _registration(json.loads(value))
-                if registration.info.worker_id != key.removeprefix(WORKER):
+                if registration.info.worker_id != key.removeprefix(WORKER_PREFIX):
                     raise ValueError(f"it describes the worker {registration.info.worker_id!r}")
                 handle(registration)
                 expected += registration.expected

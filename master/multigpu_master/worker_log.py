@@ -13,12 +13,12 @@ class WorkerLog:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        # By worker_id: the session, and the last logged state. True: quarantined. False: in service, or nothing was
+        # By worker_id: (session or 0, last logged state). State True: quarantined. False: in service, or nothing was
         # logged yet. None: quarantined before this master started, for a reason that the worker has not reported yet.
         self._seen: dict[str, tuple[int, bool | None]] = {}
 
     def on_changed(self, worker: Worker) -> None:
-        """Called with every WorkerChanged while the master is not stopping."""
+        """Called for every WorkerChanged. Streams that end because the master stops cause none."""
         session, last_state = self._seen.get(worker.worker_id, (0, False))
         reason_unknown = worker.quarantined and not last_state and not worker.health.since_s
         self._seen[worker.worker_id] = worker.session, None if reason_unknown else worker.quarantined

@@ -73,7 +73,7 @@ def test_the_sdk_explains_token_failures(secured: SecuredFleet, monkeypatch: pyt
     monkeypatch.setenv("MGPU_TOKEN", "mgpu_wrong")
     assert all("not valid here" in text for text in tries())
     monkeypatch.setenv("MGPU_TOKEN", secured.create("w", "worker")[1])
-    assert all("takes a token of the role" in text for text in tries())
+    assert all("requires a token with the role" in text for text in tries())
     monkeypatch.delenv("MGPU_TOKEN")
     monkeypatch.setenv("MGPU_TOKEN_FILE", "/nowhere/token")
     assert all("/nowhere/token can't be read" in text for text in tries())

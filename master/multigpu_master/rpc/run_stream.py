@@ -17,7 +17,7 @@ from multigpu_master.rpc import queries
 from multigpu_master.rpc.intake import RESOURCE_EXHAUSTED, Intake, count_inputs, stored_body
 from multigpu_master.rpc.requests import check_count, parse
 from multigpu_master.security.auth import caller_queues
-from multigpu_master.wire.payloads import NOT_READABLE
+from multigpu_master.wire.payloads import OUTCOME_NOT_READABLE
 from multigpu_master.wire.tasks import request_ids_of
 from multigpu_master.write_buffer import DURABLE_S
 
@@ -230,7 +230,7 @@ class RunStream:
             except (JournalError, MemoryError) as error:
                 log.warning("outcomes cannot be read now", count=len(part), error=repr(error))
                 for settled in part:
-                    self._reject(NOT_READABLE, settled.request_id)
+                    self._reject(OUTCOME_NOT_READABLE, settled.request_id)
                 bodies = [b""] * len(part)
             for body in filter(None, bodies):
                 outbox.frame_for(len(body)).add_outcome(body)

@@ -1,1 +1,1 @@
-"""Tokens, certificates, limits of callers, and the audit log of administrative calls."""
+"""Authentication and authorization: listeners, certificates, tokens and their limits, and the audit log."""

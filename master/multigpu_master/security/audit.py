@@ -1,8 +1,8 @@
 """The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each such call that
 passes authentication, successful or not.
 
-The line is synced before the answer. If that fails, the line is in the master's log, and the answer is the same. A call
-that its caller cancels runs to its end and is logged.
+The line is on the disk before the caller gets the answer. If the write fails, the line goes to the master's own log,
+and the answer is the same. If the caller cancels a call, the call still runs to its end, and its line is written.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 FILE = "audit.log"
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 FILE_BYTES_MAX, FILES_MAX = 10_000_000, 5
-# Limit of a request in the log; longer requests are cut: a call may name ten thousand tasks.
+# Longer requests are cut: a call may name ten thousand tasks.
 REQUEST_CHARS_MAX = 4000
 
 
@@ -38,13 +38,13 @@ class Audit:
         self.path = data_dir / FILE
         self._running_calls: set[asyncio.Task[Any]] = set()
         self._write_lock, self._directory_lock = threading.Lock(), threading.Lock()
-        self._synced_inode = 0  # of the file whose directory entry is synced
+        self._synced_inode = 0  # inode of the file whose directory entry is synced
 
     def wrap(self, serve: Serve, method: str, parse: Callable[[bytes], Any]) -> Serve:
-        """Returns `serve` with an audit line if `method`, which is "Service/Method", is administrative; else `serve`.
-        `parse`: raises InvalidArgumentError if the bytes are no request.
+        """Returns a wrapper of `serve` that audits each call, or `serve` itself if `method`, which is "Service/Method",
+        is not administrative. `parse`: raises InvalidArgumentError if the bytes are not a request.
 
-        The call's effect and its line are one task, which continues if the caller cancels the call.
+        One asyncio task serves the call and writes its line. The task continues if the caller cancels the call.
         """
         if not is_administrative(method):
             return serve
@@ -56,7 +56,7 @@ class Audit:
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); repair that, then try again"
                 raise PreconditionError(text) from None
-            work = asyncio.create_task(self._serve_and_log(serve, record, request, descriptor))
+            work = asyncio.create_task(self._serve_and_write(serve, record, request, descriptor))
             self._running_calls.add(work)
             work.add_done_callback(self._running_calls.discard)
             return await asyncio.shield(work)
@@ -68,9 +68,9 @@ class Audit:
         if self._running_calls:
             await asyncio.wait(self._running_calls, timeout=timeout_s)
 
-    async def _serve_and_log(self, serve: Serve, record: dict[str, Any], request: bytes, descriptor: int) -> Any:
+    async def _serve_and_write(self, serve: Serve, record: dict[str, Any], request: bytes, descriptor: int) -> Any:
         try:
-            response = await serve(request, None)  # the call may have ended, and its context with it
+            response = await serve(request, None)  # the call, and so its context, may have ended
         except Exception as error:  # noqa: BLE001  every exception becomes a status
             failure = call_error(error, record["method"].rpartition("/")[2])
             record["result"] = failure.code.name
@@ -109,7 +109,7 @@ class Audit:
                 if os.write(descriptor, line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
-            with self._directory_lock:  # no call is answered before the directory entry of its file is synced
+            with self._directory_lock:  # the directory entry of the file is synced before any call is answered
                 inode = os.fstat(descriptor).st_ino
                 if not size or inode != self._synced_inode:
                     sync(self.path.parent)
@@ -124,7 +124,7 @@ def _record(method: str, parse: Callable[[bytes], Any], request: bytes, context:
     return {
         "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
         "method": method,
-        "result": "CANCELLED",  # unless the call ends before the master stops: `_serve_and_log` sets the result
+        "result": "CANCELLED",  # if the master stops first; else `_serve_and_write` sets the result
         "token_id": caller.token_id if caller is not None else None,
         "name": caller.name if caller is not None else None,
         "peer": context.peer(),
@@ -138,7 +138,7 @@ def _request(parse: Callable[[bytes], Any], data: bytes) -> Any:
         message = parse(data)
     except InvalidArgumentError:
         return "not a request"
-    for field, value in message.ListFields():  # only the beginning is logged, and JSON of long values takes long
+    for field, value in message.ListFields():  # the rest of a long value is not logged; converting it is slow
         if isinstance(value, str):
             setattr(message, field.name, value[: REQUEST_CHARS_MAX + 1])
         elif isinstance(value, MutableSequence):

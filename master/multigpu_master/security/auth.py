@@ -26,8 +26,8 @@ _READERS = frozenset({READ, SUBMIT, ADMIN})
 _WORKERS = frozenset({WORKER})
 _ADMINS = frozenset({ADMIN})
 _ANY = frozenset({READ, SUBMIT, ADMIN, WORKER})
-# Roles that may call each method. Only administrators may call the methods that are not listed: those by which
-# operators change something, and any new method.
+# Roles that may call each method. Only administrators may call a method that is not listed: a method by which
+# operators change something, or a new method.
 _ROLES = {
     "TaskService/Submit": _SUBMITTERS,
     "TaskService/Run": _SUBMITTERS,
@@ -52,10 +52,10 @@ _ROLES = {
 }
 HEADER, SCHEME = "authorization", "bearer "
 URN = "urn:multigpu:"
-NO_TOKEN = "this master asks for a token: name its file with token_file (MGPU_TOKEN_FILE), or set MGPU_TOKEN"  # noqa: S105
+NO_TOKEN = "the master requires a token: set token_file (MGPU_TOKEN_FILE) or MGPU_TOKEN"  # noqa: S105
 BAD_TOKEN = "the token is not valid here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
-ENDED = "the token was revoked or has expired; ask for a new one"
-# At most one rejected call is logged in this interval.
+TOKEN_ENDED = "the token was revoked or has expired; ask for a new one"  # noqa: S105
+# Auth logs at most one rejected call in this interval.
 LOG_INTERVAL_S = 1.0
 
 Serve = Callable[[Any, Any], Awaitable[Any]]  # (request, context)
@@ -91,9 +91,9 @@ class Auth:
         self.tokens = tokens
         self._certificates = certificates
         self._calls_max = calls_max
-        self._ended: set[asyncio.Task[Any]] = set()  # calls that `_end` has cancelled
-        self._logged_s = 0.0  # when a rejection was logged last
-        self._unlogged = 0  # rejections since then
+        self._ended: set[asyncio.Task[Any]] = set()  # calls that `_end` cancelled and that still run
+        self._logged_s = 0.0  # when a rejected call was last logged, by time.monotonic()
+        self._unlogged = 0  # calls rejected since then
 
     def with_checks(self, serve: Serve, method: str) -> Serve:
         """Returns a wrapper of `serve` that checks each caller, and ends the call when the caller's token expires or is
@@ -122,7 +122,7 @@ class Auth:
                 if call not in self._ended:
                     raise
                 call.uncancel()
-                raise UnauthenticatedError(ENDED) from None
+                raise UnauthenticatedError(TOKEN_ENDED) from None
             finally:
                 token.open_calls.discard(call)
                 self._ended.discard(call)
@@ -132,7 +132,7 @@ class Auth:
         return checked
 
     def revoke(self, token_id: str) -> Token | None:
-        """Removes a token, ends its open calls except the running call, and returns it. None if it does not exist."""
+        """Removes and returns a token, and ends its open calls except the running call. None: no such token."""
         assert self.tokens is not None, "only callers with a token can revoke one"
         token = self.tokens.remove(token_id)
         if token is not None:
@@ -152,7 +152,7 @@ class Auth:
         required = "worker" if roles == _WORKERS else "client"
         if required not in kinds and roles != _ANY:
             text = (
-                f"{method} takes a certificate of the kind {required}, and this one is of the kind "
+                f"{method} requires a certificate of the kind {required}; the caller's certificate is of the kind "
                 f"{', '.join(kinds) or 'none'}: issue one with `mgpuctl certs issue DIR {required}`"
             )
             raise self._log_rejection(DeniedError(text), context, method, None)
@@ -170,7 +170,7 @@ class Auth:
             raise self._log_rejection(UnauthenticatedError(BAD_TOKEN), context, method, token_id_of(text))
         if not token.roles & roles:
             required, given = " or ".join(sorted(roles)), ", ".join(sorted(token.roles))
-            error = DeniedError(f"{method} takes a token of the role {required}; this one has {given}")
+            error = DeniedError(f"{method} requires a token with the role {required}; this token has {given}")
             raise self._log_rejection(error, context, method, token.token_id)
         limit = token.calls_max or self._calls_max
         if len(token.open_calls) >= limit:

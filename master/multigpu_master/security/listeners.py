@@ -69,7 +69,7 @@ _UNREADABLE = x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.Duplica
 
 
 class Certificates:
-    """The files of the master's certificate, its key and the clients' CA. New connections use the last valid files."""
+    """The files of the master's certificate and key and the clients' CA. New connections use the newest valid files."""
 
     def __init__(self, config: MasterConfig) -> None:
         self._paths = [Path(p).expanduser() for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
@@ -101,12 +101,12 @@ class Certificates:
         return _configuration(contents)
 
     def check_files(self) -> None:
-        """Raises ListenError if the files are invalid. A new connection loads the files if they have changed."""
+        """Raises ListenError if the files are invalid. Does not load them: the next connection loads changed files."""
         self._read()
 
     def _read(self) -> list[bytes]:
         """Returns the contents of the files. Raises ListenError if a file cannot be read or is invalid, if key and
-        certificate do not match, if the key has permissions for all users, or if clients would reject the certificate.
+        certificate do not match, if all users may access the key, or if clients would reject the certificate.
         """
         try:
             contents = [path.read_bytes() for path in self._paths]
@@ -114,7 +114,7 @@ class Certificates:
             if key.stat().st_mode & stat.S_IRWXO:
                 raise ListenError(f"every user of this host may access the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
+            context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")  # no password prompt
             _check_server_use(self._paths[0], contents[0])
             if len(self._paths) > 2:
                 context.load_verify_locations(self._paths[2])

@@ -37,20 +37,20 @@ async def load_auth(
 
 
 async def _ensure_admin_token(tokens: Tokens, path: Path, save: Save) -> None:
-    """Checks that the file has a valid administrator's token. Else writes a new one named ADMIN_TOKEN_NAME, and revokes
-    all earlier tokens of this name. A user who can read the file can also change the journal, so the token gives no
+    """If the file has no valid administrator's token, writes a new token named ADMIN_TOKEN_NAME to it, and revokes all
+    earlier tokens with this name. A user who can read the file can also change the journal, so the token gives no
     further access.
     """
-    known = tokens.find(_read_secret(path))
-    if known is not None and ADMIN in known.roles:
+    current = tokens.find(_read_secret(path))
+    if current is not None and ADMIN in current.roles:
         return
-    deleted: dict[str, bytes | None] = {}
+    deletions: dict[str, bytes | None] = {}
     for old in [t for t in tokens if t.name == ADMIN_TOKEN_NAME]:
         tokens.remove(old.token_id)
-        deleted |= dict.fromkeys(old.setting())
+        deletions |= dict.fromkeys(old.setting())
     token, text = tokens.make(ADMIN_TOKEN_NAME, [ADMIN])
     tokens.add(token)
-    await save(deleted | token.setting())
+    await save(deletions | token.setting())
     _write_secret(path, text)
     log.info("an administrator's token was written", path=str(path), token_id=token.token_id)
 

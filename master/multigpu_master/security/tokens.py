@@ -23,7 +23,7 @@ TOKENS_MAX = 10_000
 ENTRIES_MAX = 100  # limit of the queues, or of the worker_ids, of a token
 NAME_BYTES_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-# Fields that the journal keeps unchanged.
+# Fields that the journal's JSON has without conversion.
 _PLAIN_FIELDS = ("name", "worker_ids", "create_s", "expire_s", "tasks_per_s", "calls_max")
 _TOKEN = re.compile(r"mgpu_([0-9a-f]{12})_([0-9a-f]{64})")
 
@@ -39,13 +39,14 @@ class Token:
     worker_ids: tuple[str, ...]  # (): all; "prefix*" for all that begin with it
     create_s: float
     expire_s: float | None  # None: never
-    tasks_per_s: float  # 0.0: no limit
-    calls_max: int  # limit of open calls; 0: the limit of Auth
-    digest: bytes
+    tasks_per_s: float  # 0: no limit
+    calls_max: int  # of open calls; 0: the master's token_calls_max
+    digest: bytes  # SHA-256 of the secret
     # The calls with this token that have not ended.
     open_calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
-    _level: float = 0.0  # tasks in the bucket of the rate limit: submits are rejected while it is at most zero
-    _level_s: float = 0.0  # when _level was computed
+    # A rate limiter's bucket, in tasks, and when it was last filled. Submits are rejected while it is at most zero.
+    _level: float = 0.0
+    _level_s: float = 0.0
 
     def may_use_queue(self, queue: str) -> bool:
         return self.queues is None or queue in self.queues
@@ -59,8 +60,8 @@ class Token:
     def charge(self, tasks: int, now: float) -> float | None:
         """Counts tasks against tasks_per_s. Returns the seconds to wait, or None if the tasks are accepted.
 
-        A whole batch is accepted while the level is positive, and may make it negative. So batches of any size are
-        accepted, but on average no more tasks than the rate permits.
+        While the level is positive, a batch of any size is accepted whole, and may make the level negative. So the
+        accepted tasks exceed tasks_per_s for a while, but not on average.
         """
         if not self.tasks_per_s:
             return None
@@ -73,10 +74,10 @@ class Token:
 
     def setting(self) -> dict[str, bytes | None]:
         """The journal's setting of the token."""
-        kept = {name: getattr(self, name) for name in _PLAIN_FIELDS}
-        kept["roles"] = sorted(self.roles)
-        kept["queues"] = None if self.queues is None else sorted(self.queues)
-        return {SETTING_PREFIX + self.token_id: json.dumps(kept | {"sha256": self.digest.hex()}).encode()}
+        fields = {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        fields["roles"] = sorted(self.roles)
+        fields["queues"] = None if self.queues is None else sorted(self.queues)
+        return {SETTING_PREFIX + self.token_id: json.dumps(fields | {"sha256": self.digest.hex()}).encode()}
 
 
 class Tokens:
@@ -89,7 +90,7 @@ class Tokens:
         for key, value in settings.items():
             if key.startswith(SETTING_PREFIX):
                 try:
-                    token = _parse(key.removeprefix(SETTING_PREFIX), json.loads(value))
+                    token = _token_of(key.removeprefix(SETTING_PREFIX), json.loads(value))
                 except PARSE_ERRORS as error:
                     raise damaged_setting_error(key, error) from error
                 self._tokens[token.token_id] = token
@@ -162,41 +163,41 @@ class Tokens:
 
 
 def token_id_of(text: str | bytes) -> str | None:
-    """Returns the token_id in a token's text, for the log, without a check of the secret. None if it is no token."""
+    """Returns the token_id in a token's text, for the log, without a check of the secret. None: not a token."""
     match = _TOKEN.fullmatch(text) if isinstance(text, str) else None
     return None if match is None else match[1]
 
 
 def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids: tuple[str, ...]) -> None:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"a token's name has 1 to 64 letters, digits, '.', '_', '-' or '@'; {name!r} has not")
+        raise ValueError(f"a token's name consists of 1 to 64 letters, digits, '.', '_', '-' or '@'; {name!r} does not")
     if not roles or not roles <= set(ROLES):
         raise ValueError(f"a token needs at least one role of {', '.join(ROLES)}")
     if WORKER in roles and len(roles) > 1:
         raise ValueError("a worker's token can have no other role: make two tokens")
     if queues and (ADMIN in roles or WORKER in roles):
-        raise ValueError("a token for certain queues can only have the roles submit and read")
+        raise ValueError("a token restricted to queues can have only the roles submit and read")
     if worker_ids and WORKER not in roles:
         raise ValueError("worker_ids are for tokens of the role worker")
     for what, entries in (("queues", queues), ("worker_ids", worker_ids)):
         if len(entries) > ENTRIES_MAX:
-            raise ValueError(f"{len(entries)} {what}; at most {ENTRIES_MAX}")
+            raise ValueError(f"{len(entries)} {what}; at most {ENTRIES_MAX} are allowed")
         if not all(0 < len(e.encode()) <= NAME_BYTES_MAX for e in entries):
-            raise ValueError(f"each of {what} has 1 to {NAME_BYTES_MAX} bytes")
+            raise ValueError(f"each of {what} must have 1 to {NAME_BYTES_MAX} bytes")
 
 
-def _parse(token_id: str, kept: dict[str, Any]) -> Token:
-    roles, queues, worker_ids = frozenset(kept["roles"]), kept["queues"], tuple(kept["worker_ids"])
-    _check(kept["name"], roles, frozenset(queues or ()), worker_ids)
-    numbers = kept["create_s"], kept["expire_s"] or 0.0, kept["tasks_per_s"], kept["calls_max"]
+def _token_of(token_id: str, fields: dict[str, Any]) -> Token:
+    roles, queues, worker_ids = frozenset(fields["roles"]), fields["queues"], tuple(fields["worker_ids"])
+    _check(fields["name"], roles, frozenset(queues or ()), worker_ids)
+    numbers = fields["create_s"], fields["expire_s"] or 0.0, fields["tasks_per_s"], fields["calls_max"]
     if not all(math.isfinite(number) for number in numbers):
         raise ValueError(f"{numbers} are not all finite")
     return Token(
-        **{name: kept[name] for name in _PLAIN_FIELDS} | {"worker_ids": worker_ids},
+        **{name: fields[name] for name in _PLAIN_FIELDS} | {"worker_ids": worker_ids},
         token_id=token_id,
         roles=roles,
         queues=None if queues is None else frozenset(queues),
-        digest=bytes.fromhex(kept["sha256"]),
+        digest=bytes.fromhex(fields["sha256"]),
     )
 
 

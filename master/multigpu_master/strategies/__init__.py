@@ -1,1 +1,1 @@
-"""Load-balancing strategies, one a file. core/strategy.py has the base class; registry.py loads the installed ones."""
+"""Load-balancing strategies, one per file. core/strategy.py has the base class; registry.py loads the strategies."""

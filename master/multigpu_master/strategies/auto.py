@@ -4,8 +4,8 @@ A worker's score is the sum, in seconds, of:
 - the expected run time of the leases that it holds, divided by its slots;
 - the expected run time of one more task, from the measured time of a unit of work for this model on this worker;
 - the time to load the model, if it is not resident.
-While some workers have the model loaded, a worker that would have to load it gets a task only once the queued tasks
-would keep those workers busy for longer than the loading takes.
+While other workers have the model loaded, a worker that would have to load it gets a task only once the queued tasks
+would keep those other workers busy for longer than the loading takes.
 """
 
 from typing import ClassVar
@@ -26,5 +26,5 @@ class Auto(Strategy):
         load_s = fleet.load_s(worker, shape)
         if load_s == 0.0:
             return 1
-        resident = fleet.resident_workers(shape)
-        return 1 + int(load_s * resident / fleet.expected_s(worker, shape))
+        loaded_workers = fleet.resident_workers(shape)
+        return 1 + int(load_s * loaded_workers / fleet.expected_s(worker, shape))

@@ -1,7 +1,7 @@
 """memory_usage: the device with the most free memory; above the threshold a device gets nothing new.
 
-The reported free memory is as old as the last heartbeat, so the score subtracts what the tasks of all leases require.
-So the memory that these tasks already use counts twice.
+The reported free memory is as old as the last heartbeat, so the score subtracts the memory that the tasks of all
+leases require. Memory that these tasks already use therefore counts twice.
 """
 
 from typing import ClassVar
@@ -14,7 +14,7 @@ class MemoryUsage(Strategy):
     name: ClassVar[str] = "memory_usage"
     aliases: ClassVar[tuple[str, ...]] = ("memory",)
     summary: ClassVar[str] = "The device with the most free memory; above memory_threshold_percent it gets nothing new."
-    score_meaning: ClassVar[str] = "minus the free device memory that its leases leave, in bytes"
+    score_meaning: ClassVar[str] = "minus the free device memory in bytes, plus what the tasks of its leases require"
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
         fraction = worker.memory_fraction()

@@ -12,7 +12,7 @@ log = structlog.get_logger()
 
 GROUP = "multigpu.strategies"
 OWN_PACKAGE = __name__.rpartition(".")[0]
-# Limit of the different mistakes that are logged for a strategy.
+# The master logs at most this many different mistakes of a strategy.
 LOGGED_MAX = 20
 
 
@@ -20,9 +20,9 @@ class StrategyError(Exception):
     """A strategy can't be used; the message says which and why."""
 
 
-class Guarded(Strategy):
-    """A strategy of another package, whose mistakes must not end the master: a mistake in excludes() or score()
-    excludes the worker, one in min_backlog() counts as 1. Each different mistake is logged once.
+class GuardedStrategy(Strategy):
+    """Wraps a strategy of another package, so that its mistakes do not end the master: a mistake in excludes() or
+    score() excludes the worker, and a mistake in min_backlog() makes it return 1. Logs each mistake once.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -37,15 +37,15 @@ class Guarded(Strategy):
             if why is None:
                 self._score(shape, worker, fleet)
             elif not isinstance(why, str):
-                return self._mistake(f"excludes() returned {why!r}, which is neither a text nor None")
+                return self._log_mistake(f"excludes() returned {why!r}, which is neither a text nor None")
         except Exception as error:  # noqa: BLE001  any mistake
-            return self._mistake(f"{error!r} in excludes() or score()")
+            return self._log_mistake(f"{error!r} in excludes() or score()")
         return why
 
     def _score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
         score = self._strategy.score(shape, worker, fleet)
         if not isinstance(score, int | float) or math.isnan(score):
-            raise ValueError(f"score() returned {score!r}, which is no number")
+            raise ValueError(f"score() returned {score!r}, which is not a number")
         return score
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
@@ -59,10 +59,10 @@ class Guarded(Strategy):
         try:
             return int(self._strategy.min_backlog(shape, worker, fleet))
         except Exception as error:  # noqa: BLE001  any mistake
-            self._mistake(f"{error!r} in min_backlog()")
+            self._log_mistake(f"{error!r} in min_backlog()")
             return 1
 
-    def _mistake(self, what: str) -> str:
+    def _log_mistake(self, what: str) -> str:
         text = f"the strategy {self.name} has a mistake: {what}"
         if what not in self._logged and len(self._logged) < LOGGED_MAX:
             self._logged.add(what)
@@ -100,10 +100,10 @@ def _load(point: EntryPoint) -> Strategy:
     if missing := [name for name in ("name", "summary", "score_meaning") if not hasattr(strategy, name)]:
         raise TypeError(f"it lacks {', '.join(missing)}")
     if strategy.name != point.name:
-        raise ValueError(f"its name is {strategy.name!r}: give it that of its entry point, {point.name!r}")
+        raise ValueError(f"its name is {strategy.name!r}: it must be the name of its entry point, {point.name!r}")
     if not isinstance(strategy.aliases, tuple):
-        raise TypeError("its aliases are no tuple")
-    return strategy if point.module.startswith(f"{OWN_PACKAGE}.") else Guarded(strategy)
+        raise TypeError("its aliases are not a tuple")
+    return strategy if point.module.startswith(f"{OWN_PACKAGE}.") else GuardedStrategy(strategy)
 
 
 def canonical_name(name: str, strategies: dict[str, Strategy]) -> str | None:

@@ -15,7 +15,7 @@ from multigpu_master.core.strategy import FleetView, Strategy
 
 class StaticPartition(Strategy):
     name: ClassVar[str] = "static_partition"
-    summary: ClassVar[str] = "The same partition_key (else model) goes to the same worker while that is connected."
+    summary: ClassVar[str] = "The same partition_key (else model) goes to the same worker while it lives."
     score_meaning: ClassVar[str] = "one minus the hash of key and worker, 0 to 1"
     pinned: ClassVar[bool] = True
 

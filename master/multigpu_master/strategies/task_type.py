@@ -19,12 +19,12 @@ class TaskType(Strategy):
     summary: ClassVar[str] = (
         "Workers labelled task_type=KIND[+KIND] serve only these kinds; workers without the label are the fallback."
     )
-    score_meaning: ClassVar[str] = "leases per slot, plus a million for a worker that is only the fallback"
+    score_meaning: ClassVar[str] = "leases per slot, plus a million for a worker without the label"
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
         label = worker.info.labels.get(LABEL)
         if label is not None and shape.kind not in label.split("+"):
-            return f"kept for {LABEL}={label}"
+            return f"reserved for {LABEL}={label}"
         return None
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:

@@ -15,27 +15,26 @@ from multigpu_master.core.model import Energy
 from multigpu_master.core.workers.info import Health, HealthReason, HealthState, Telemetry, WorkerInfo
 from multigpu_master.wire.times import seconds_of, set_time
 
-# If a telemetry message is larger, only the fields that the core reads are kept; of a larger description, only name and
-# product.
+# Of larger telemetry, the master keeps only the fields that the core reads; of a larger description, name and product.
 BYTES_MAX = 64 << 10
 REASONS_MAX, TEXT_CHARS_MAX = 16, 1 << 10
 _CORE_FIELDS = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
 
 
 def telemetry_of(message: device_pb2.DeviceTelemetry) -> Telemetry:
-    """A device's sample. Changes the message."""
+    """Converts a device's telemetry sample. Changes the message."""
     sample_s = seconds_of(message.sample_time)
     values = _clean(message)
-    read = {name: values[name] for name in _CORE_FIELDS if name in values}
+    core_values = {name: values[name] for name in _CORE_FIELDS if name in values}
     message.ClearField("sample_time")
     wire = message.SerializeToString()
     if len(wire) > BYTES_MAX:
-        wire = device_pb2.DeviceTelemetry(**read).SerializeToString()
-    return Telemetry(sample_s=sample_s, wire=wire, **read)
+        wire = device_pb2.DeviceTelemetry(**core_values).SerializeToString()
+    return Telemetry(sample_s=sample_s, wire=wire, **core_values)
 
 
 def device_wire(message: device_pb2.Device) -> bytes:
-    """A device's description, serialized. Changes the message."""
+    """Serializes a device's description. Changes the message."""
     _clean(message)
     wire = message.SerializeToString()
     if len(wire) > BYTES_MAX:
@@ -44,7 +43,7 @@ def device_wire(message: device_pb2.Device) -> bytes:
 
 
 def serialize_cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *fields: str) -> bytes:
-    """The message, serialized, with the texts of these fields cut to TEXT_CHARS_MAX. Changes the message."""
+    """Serializes the message, with its text `fields` cut to TEXT_CHARS_MAX. Changes the message."""
     message.DiscardUnknownFields()
     for field in fields:
         setattr(message, field, getattr(message, field)[:TEXT_CHARS_MAX])
@@ -52,7 +51,7 @@ def serialize_cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *
 
 
 def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str, Any]:
-    """Removes non-finite numbers and unknown fields. Returns the remaining fields."""
+    """Removes non-finite numbers and unknown fields. Returns the fields that are left."""
     message.DiscardUnknownFields()
     for member in message.members:
         _clean(member)
@@ -78,7 +77,7 @@ def device_message(info: WorkerInfo) -> device_pb2.Device:
 
 
 def telemetry_message(sample: Telemetry) -> device_pb2.DeviceTelemetry:
-    """A device's sample, without its time."""
+    """A device's telemetry sample, without the sample's time."""
     message = device_pb2.DeviceTelemetry.FromString(sample.wire)
     for name in _CORE_FIELDS:
         value = getattr(sample, name)

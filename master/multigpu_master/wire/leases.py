@@ -18,8 +18,8 @@ from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
-CHECKPOINT_BYTES_MAX = 1 << 20  # the master ignores a larger checkpoint
-# If a task has more bytes of partial outputs (Extra.outputs_and_log_bytes), the next worker does not get them.
+CHECKPOINT_BYTES_MAX = 1 << 20  # a larger checkpoint of a worker is ignored
+# If a task's partial outputs and log (Extra.outputs_and_log_bytes) are larger, its leases do not carry the outputs.
 RESENT_PARTIALS_BYTES_MAX = 1 << 20
 
 
@@ -31,10 +31,10 @@ def lease_batch(
     specs: SpecReader,
     proofs: LeaseProofs,
     leases: Sequence[Lease],
-    inline_payloads: dict[int, bytes] | None = None,
+    payloads_by_lease_id: dict[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Returns a LeaseBatch with leases of one spec and worker, as parts of a frame. `inline_payloads`: by lease_id, the
-    large payloads to send as bytes; the batch refers to the other large payloads. None: no payload is large.
+    """Returns a LeaseBatch with leases of one spec and worker, as parts of a frame. `payloads_by_lease_id`: the large
+    payloads to send as bytes; the other large payloads are sent as references. None: no payload is large.
     """
     batch = worker_service_pb2.LeaseBatch()
     tasks = [lease.task for lease in leases]
@@ -43,7 +43,7 @@ def lease_batch(
     batch.task_ids.extend([task.task_id for task in tasks])
     batch.attempts.extend([lease.attempt for lease in leases])
     batch.proofs.extend(proofs.of(leases[0].worker.worker_id, batch.lease_ids, batch.task_ids, batch.attempts))
-    if inline_payloads is None:
+    if payloads_by_lease_id is None:
         batch.payloads.extend([task.payload for task in tasks])
     batch.units.extend([task.units for task in tasks])
     for index, lease in enumerate(leases):
@@ -61,16 +61,19 @@ def lease_batch(
             message.gang.store_address = gang.leases[0].worker.info.store_address
             message.gang.run_id = gang.leases[0].lease_id
     large: list[bytes] = []
-    if inline_payloads is not None:
-        payloads = payload_messages.lease_payloads(batch, leases, inline_payloads)
+    if payloads_by_lease_id is not None:
+        payloads = payload_messages.lease_payloads(batch, leases, payloads_by_lease_id)
         large = add_bytes(batch.payloads, _PAYLOADS, payloads)
     return field(_BATCHES, batch.SerializeToString(), *large)
 
 
 def extra_bytes(extra: Extra) -> int:
-    """The approximate size of the fields of an Extra that a lease carries."""
-    partials_bytes = extra.outputs_and_log_bytes if _resends_partials(extra) else 0
-    return len(extra.checkpoint) + len(extra.traceparent) + partials_bytes
+    """Returns the approximate size of the part of an Extra that a lease carries."""
+    return (
+        len(extra.checkpoint)
+        + len(extra.traceparent)
+        + (extra.outputs_and_log_bytes if _resends_partials(extra) else 0)
+    )
 
 
 def _resends_partials(extra: Extra) -> bool:
@@ -79,8 +82,8 @@ def _resends_partials(extra: Extra) -> bool:
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
-    """Returns the leases of an earlier session that a worker claims. `granted_by_this_journal` is True if the
-    lease's proof is right.
+    """Returns the leases that a worker claims to hold from an earlier session. `granted_by_this_journal` is True for
+    those with a valid proof.
     """
     columns = [x.lease_id for x in m.leases], [x.task_id for x in m.leases], [x.attempt for x in m.leases]
     return [

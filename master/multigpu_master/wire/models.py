@@ -13,9 +13,9 @@ from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire.times import seconds_of, set_time
 from multigpu_master.wire.validation import check_printable
 
-# Limit of the tasks that a slot runs together.
+# Limit of the tasks that a slot runs at the same time.
 CONCURRENCY_MAX = 1 << 20
-# Fields with the same name in a message and in Model. Their texts are limited by the size of a hello or a catalog.
+# Fields with the same name in a message and in Model. The size limit of a hello or a catalog bounds their texts.
 _SAME_FIELDS = ("name", "version", "current", "files_bytes", "memory_bytes", "error")
 _RESIDENT_FIELDS = ("memory_bytes", "loads", "pinned")
 _STATES = {
@@ -40,7 +40,7 @@ def _model(m: model_pb2.Model) -> Model:
     for field, value in (("name", m.name), ("version", m.version)):
         if len(value.encode()) > MODEL_BYTES_MAX or "\0" in value:
             raise InvalidMessageError(
-                f"a model's {field} has at most {MODEL_BYTES_MAX} bytes, and no NUL; rename the model"
+                f"a model's {field} may have at most {MODEL_BYTES_MAX} bytes, and no NUL; rename the model"
             )
         check_printable(f"a model's {field}", value)
     if not m.name:
@@ -75,7 +75,7 @@ def catalog(m: worker_service_pb2.Catalog) -> ev.Catalog:
     if m.ByteSize() > HELLO_BYTES_MAX:
         raise InvalidMessageError(
             f"the worker describes its models in {m.ByteSize()} bytes; at most {HELLO_BYTES_MAX} are allowed: "
-            "serve fewer models, or give them fewer labels"
+            "serve fewer kinds and models, or give the models fewer labels"
         )
     return ev.Catalog(capabilities, models_of(m.models))
 

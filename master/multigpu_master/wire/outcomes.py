@@ -13,7 +13,7 @@ from multigpu_master.wire.times import set_time
 from multigpu_master.wire.validation import MESSAGE_CHARS_MAX
 
 TYPE_CHARS_MAX, TRACEBACK_CHARS_MAX = 128, 16 << 10
-# For fields with fewer bytes than this, the serialized tag and length are precomputed.
+# The tag and length (the head) of fields with fewer bytes than this are precomputed.
 HEADS_MAX = 2048
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_HEADS = [_RESULT_TAG + varint(size) for size in range(HEADS_MAX)]
@@ -42,33 +42,33 @@ class OutcomeWriter:
         )  # fmt: skip
         if shared != self._shared:
             self._shared, self._shared_bytes = shared, _shared_part(task, o).SerializeToString()
-        message = task_pb2.Outcome()
-        message.task_id = task.task_id
+        own_part = task_pb2.Outcome()
+        own_part.task_id = task.task_id
         if task.request_id:
-            message.request_id = task.request_id
+            own_part.request_id = task.request_id
         if o.error is not None:
-            fill_error(message.error, o.error)
+            fill_error(own_part.error, o.error)
         if task.extra is not None and task.extra.partials:
-            message.partials.extend(task.extra.partials)
+            own_part.partials.extend(task.extra.partials)
             if any(task.extra.partial_content_types):
-                message.partial_content_types.extend(task.extra.partial_content_types)
+                own_part.partial_content_types.extend(task.extra.partial_content_types)
         if task.extra is not None and task.extra.ended_attempts:
-            fill_attempts(message.earlier_attempts, task.extra.ended_attempts)
+            fill_attempts(own_part.earlier_attempts, task.extra.ended_attempts)
         if task.extra is not None and task.extra.log:
-            message.log = task.extra.log
+            own_part.log = task.extra.log
         if o.energy is not None:
-            message.energy.joules, method, message.energy.uncertainty = o.energy
-            message.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
+            own_part.energy.joules, method, own_part.energy.uncertainty = o.energy
+            own_part.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
         if not o.result:
-            return message.SerializeToString() + self._shared_bytes
+            return own_part.SerializeToString() + self._shared_bytes
         size = len(o.result)
         if payload_messages.may_have_large(size):
             return payload_messages.outcome_body(
-                message.SerializeToString(), self._shared_bytes, payload_messages.checked_value(o.result)
+                own_part.SerializeToString(), self._shared_bytes, payload_messages.checked_value(o.result)
             )
         assert isinstance(o.result, bytes), "references are large"
         head = _RESULT_HEADS[size] if size < len(_RESULT_HEADS) else _RESULT_TAG + varint(size)
-        return b"".join((message.SerializeToString(), head, o.result, self._shared_bytes))
+        return b"".join((own_part.SerializeToString(), head, o.result, self._shared_bytes))
 
 
 def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:

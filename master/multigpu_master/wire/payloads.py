@@ -15,8 +15,8 @@ from multigpu_master.journal.protocol import LargeBody
 
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_PLACE_TAG = tag(task_pb2.Outcome.RESULT_PLACE_FIELD_NUMBER)
-# The code (UNAVAILABLE), message and retry_delay_s of a Rejection.
-NOT_READABLE = ev.Rejection(14, "the task has ended, but the master cannot read its outcome now; try again", 1.0)
+# Code 14 is UNAVAILABLE; the retry_delay_s is 1.0.
+OUTCOME_NOT_READABLE = ev.Rejection(14, "the task has ended, but its outcome cannot be read now; try again", 1.0)
 
 
 class Peer:
@@ -42,7 +42,7 @@ class Peer:
 
     def lend(self, reference: Reference, bytes_max: int) -> bool:
         """Keeps the file of a reference until the peer has read it, and returns True. Returns False if the caller must
-        send the bytes: the peer does not share the directory, or would have more than `bytes_max` to read.
+        send the bytes: the peer does not share the directory, or its unread references would exceed `bytes_max`.
         """
         if not self.shares or self._lent_bytes + len(reference) > bytes_max:
             return False
@@ -65,17 +65,17 @@ class Peer:
 
 
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
-    """Returns the payload that an input refers to. Raises BadReferenceError as `Peer.resolve`, or if `peer` is None."""
+    """Returns the payload that an input refers to. Raises BadReferenceError if it is invalid, or `peer` is None."""
     if peer is None:
-        raise BadReferenceError("only a Run stream can refer to payload files; send the payload inline")
+        raise BadReferenceError("only a Run stream can refer to payloads; send the payload inline")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
 
 
-def outcome_body(fields: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
-    """Returns a serialized Outcome with a large result as its last field. `fields`, `shared`: the serialized
-    fields of this task alone, and the fields that it has in common with other tasks.
+def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
+    """Returns a serialized Outcome with a large result as its last field. `own` and `shared`: the serialized fields of
+    this task, and the fields that it has in common with other tasks.
     """
-    return LargeBody(b"".join((fields, shared, _RESULT_TAG, varint(len(result)))), result)
+    return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
 
 
 def outcome_by_reference(body: LargeBody, reference: Reference) -> bytes:
@@ -104,13 +104,13 @@ def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dic
     transient reason, such as a lack of memory, counts as returned.
     """
     kept: list[Lease] = []
-    inline: dict[int, bytes] = {}
+    payloads_by_lease_id: dict[int, bytes] = {}
     failures = []
     for lease in leases:
         payload = lease.task.payload
         if isinstance(payload, Reference) and not peer.shares:
             try:
-                inline[lease.lease_id] = payload.read()
+                payloads_by_lease_id[lease.lease_id] = payload.read()
             except (OSError, MemoryError) as error:
                 if is_transient(error):
                     why = TaskError(PAYLOAD_NOT_READABLE, f"the payload can't be read now: {error!r}")
@@ -120,14 +120,14 @@ def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dic
                     failures.append(ev.Failure(lease.lease_id, why))
                 continue
         kept.append(lease)
-    return kept, inline, failures
+    return kept, payloads_by_lease_id, failures
 
 
 def lease_payloads(
-    batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], inline: dict[int, bytes]
+    batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], payloads_by_lease_id: dict[int, bytes]
 ) -> list[bytes]:
-    """Returns the leases' payloads. A large payload that is not in `inline` is empty, and the batch gets a reference to
-    it. Call after the batch's extras are filled.
+    """Returns the payload of each lease. A large payload that is not in `payloads_by_lease_id` is empty, and the batch
+    gets a reference to it. The batch's other extras must be filled already.
     """
     payloads: list[bytes] = []
     extras = {extra.index: extra for extra in batch.extras}
@@ -137,8 +137,8 @@ def lease_payloads(
             payloads.append(payload)
             continue
         assert isinstance(payload, Reference)
-        payloads.append(inline.get(lease.lease_id, b""))
-        if lease.lease_id not in inline:
+        payloads.append(payloads_by_lease_id.get(lease.lease_id, b""))
+        if lease.lease_id not in payloads_by_lease_id:
             at = (extras.get(index) or batch.extras.add(index=index)).payload_place
             at.segment, at.offset, at.size = payload.pin.name, payload.offset, payload.size_bytes
     return payloads

@@ -16,14 +16,13 @@ from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX, NAME_BYTES_MAX, check_printable, check_size
 
 PRIORITY_DEFAULT, ATTEMPTS_DEFAULT = 3, 3
-BACKOFF_INITIAL_S, BACKOFF_MAX_S = 0.1, 30.0
-DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
-PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
+BACKOFF_INITIAL_DEFAULT_S, BACKOFF_MAX_DEFAULT_S = 0.1, 30.0
+DURABLE_TTL_DEFAULT_S, EPHEMERAL_TTL_DEFAULT_S = 86_400.0, 300.0
+MAPPING_ENTRIES_MAX, MAPPING_BYTES_MAX = 64, 64 << 10  # of parameters and of required_labels
 WORLD_SIZE_MAX = 1024
 # A shorter timeout could end a task in the event that submits it, before the task is written to the journal.
 TIMEOUT_MIN_S = 0.001
-# LARGE_BYTES_MAX limits the total size of a queue's specs that are larger than SMALL_BYTES. The limit of queued tasks
-# bounds the smaller ones.
+# The limit of queued tasks bounds specs up to SMALL_BYTES; LARGE_BYTES_MAX limits a queue's larger specs in total.
 SMALL_BYTES = 1 << 10
 LARGE_BYTES_MAX = 64 << 20
 
@@ -136,7 +135,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     if not 0 <= m.world_size_min <= (m.world_size or 1):
         raise InvalidMessageError(f"world_size_min {m.world_size_min} is out of range; use 1 to world_size")
     durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
-    initial_s = _duration(m, "backoff_initial") or BACKOFF_INITIAL_S
+    initial_s = _duration(m, "backoff_initial") or BACKOFF_INITIAL_DEFAULT_S
     identifying = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
     return Spec(
         kind=m.kind,
@@ -150,9 +149,9 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         run_timeout_s=_duration(m, "run_timeout", TIMEOUT_MIN_S),
         attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,
         backoff_initial_s=initial_s,
-        backoff_max_s=max(initial_s, _duration(m, "backoff_max") or BACKOFF_MAX_S),
+        backoff_max_s=max(initial_s, _duration(m, "backoff_max") or BACKOFF_MAX_DEFAULT_S),
         durable=durable,
-        result_ttl_s=_duration(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
+        result_ttl_s=_duration(m, "result_ttl") or (DURABLE_TTL_DEFAULT_S if durable else EPHEMERAL_TTL_DEFAULT_S),
         wait_for_worker=m.wait_for_worker,
         retry_failed=m.retry_failed,
         world_size=m.world_size or 1,
@@ -176,10 +175,10 @@ def _duration(m: task_pb2.TaskSpec, field: str, at_least_s: float = 0.0) -> floa
 
 
 def _check_mapping(field: str, items: Mapping[str, str]) -> None:
-    if len(items) > PARAMETERS_MAX:
-        raise InvalidMessageError(f"{field} has {len(items)} entries; at most {PARAMETERS_MAX} are allowed")
+    if len(items) > MAPPING_ENTRIES_MAX:
+        raise InvalidMessageError(f"{field} has {len(items)} entries; at most {MAPPING_ENTRIES_MAX} are allowed")
     size = sum(len(k.encode()) + len(v.encode()) for k, v in items.items())
-    if size > PARAMETERS_BYTES_MAX:
+    if size > MAPPING_BYTES_MAX:
         raise InvalidMessageError(
-            f"{field} has {size} bytes; at most {PARAMETERS_BYTES_MAX} are allowed: put data in the payload"
+            f"{field} has {size} bytes; at most {MAPPING_BYTES_MAX} are allowed: put data in the payload"
         )

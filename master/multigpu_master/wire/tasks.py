@@ -42,8 +42,8 @@ def fill_rejection(message: task_service_pb2.Rejection, rejection: ev.Rejection,
 def tasks_of(
     spec: Spec, batch: task_pb2.TaskBatch, payload_bytes_max: int, peer: Peer | None = None
 ) -> list[Task | ev.Rejection]:
-    """A Task for each task of the batch, in the order of request_ids_of(), or a Rejection if it is invalid. `peer`: the
-    sender, which may refer to shared payloads.
+    """Returns a Task for each valid task of the batch and a Rejection for each invalid one, in the order of
+    request_ids_of(). `peer`: the sender, which may refer to shared payloads.
     """
     tasks: list[Task | ev.Rejection] = []
     payload: bytes | Reference
@@ -65,7 +65,7 @@ def tasks_of(
         tasks.append(task)
     request_ids, payloads = _column_of_request_ids(batch), list(batch.payloads)
     if len(payloads) != len(request_ids):
-        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads: it needs one for each"
+        message = f"a batch has {len(request_ids)} request_ids and {len(payloads)} payloads; the numbers must be equal"
         return [*tasks, *[_invalid(message) for _ in request_ids]]
     for request_id, payload in zip(request_ids, payloads, strict=True):
         rejection = _check(payload, request_id, "", payload_bytes_max)
@@ -116,10 +116,9 @@ def restored_task(record: SubmitRecord, spec: Spec) -> Task:
 def settle_record(
     task: Task, body: bytes | LargeBody, now: float, *, submit_may_be_stored: bool = True
 ) -> SettleRecord:
-    """The journal's record of a task that settles now. `body`: its serialized Outcome.
+    """The journal's record of a task that settles now. `body`: the serialized Outcome. The flag: see SettleRecord.
 
-    The result_ttl begins at `now`, not at finish_s: that is a time of the worker's clock, and the master may have been
-    down since.
+    Retention begins now, not at finish_s: the worker may have finished the task long ago, while no master ran.
     """
     outcome, spec = task.outcome, task.spec
     assert outcome is not None, "it is settled"
@@ -132,7 +131,7 @@ def settle_record(
 
 
 def spec_message(spec: Spec) -> task_pb2.TaskSpec:
-    """A spec as clients see it: as submitted, with defaults for a missing queue, priority and attempts_max."""
+    """A spec as clients see it: as submitted, with the defaults of queue, priority and attempts_max."""
     message = task_pb2.TaskSpec.FromString(spec.wire)
     message.queue, message.priority, message.attempts_max = spec.queue, spec.priority, spec.attempts_max
     return message

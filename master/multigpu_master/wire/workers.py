@@ -17,8 +17,8 @@ _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "sl
 
 
 def check_hello_size(m: worker_service_pb2.Hello) -> None:
-    """Raises InvalidMessageError if a worker's hello is too large. The saved description may be larger, because it has
-    the fields with default values and the newest catalog.
+    """Raises InvalidMessageError if a worker's hello is too large. The worker's setting in the journal may be larger:
+    it also has default values, and the newest catalog.
     """
     size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
     if size > HELLO_BYTES_MAX:
@@ -31,7 +31,7 @@ def check_hello_size(m: worker_service_pb2.Hello) -> None:
 def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
     """Returns the description in a hello, of any size. Raises InvalidMessageError if it is invalid."""
     if not m.worker_id or len(m.worker_id.encode()) > NAME_BYTES_MAX:
-        raise InvalidMessageError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
+        raise InvalidMessageError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes, not {len(m.worker_id.encode())}")
     _check_names(m)
     capabilities = models.capabilities_of(m.capabilities)
     if not m.slots:
@@ -123,7 +123,7 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
     _fill(message, info)
     if worker.drain_deadline_s is not None:
         set_time(message.drain_deadline, worker.drain_deadline_s)
-    if worker.session:  # the last sample of a lost worker is not its device's state now
+    if worker.session:  # a lost worker's last sample does not show its device's state now
         message.telemetry.CopyFrom(devices.telemetry_message(worker.telemetry))
         if worker.telemetry.sample_s:
             set_time(message.telemetry.sample_time, worker.telemetry.sample_s)
@@ -131,7 +131,7 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
     if worker.engine.mps:
         message.mps.ParseFromString(worker.engine.mps)
     if worker.engine.handlers is not None:
-        message.handlers.SetInParent()  # present also if empty, as while a worker's engine starts
+        message.handlers.SetInParent()  # present even if empty, for example while the engine starts
         message.handlers.ParseFromString(worker.engine.handlers)
     if worker.connect_s:
         set_time(message.connect_time, worker.connect_s)

@@ -129,8 +129,8 @@ LEDGER = (
     ),
     Mutation(
         "loading a model costs nothing",
-        "        return 1 + int(load_s * resident / fleet.expected_s(worker, shape))\n",
-        "        return 1 + int(load_s * max(1, resident) / fleet.expected_s(worker, shape))\n",
+        "        return 1 + int(load_s * loaded_workers / fleet.expected_s(worker, shape))\n",
+        "        return 1 + int(load_s * max(1, loaded_workers) / fleet.expected_s(worker, shape))\n",
         module="multigpu_master.strategies.auto",
     ),
     Mutation(

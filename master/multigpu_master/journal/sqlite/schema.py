@@ -76,7 +76,7 @@ def begin_incarnation(
     epoch = ids.next_epoch(int(last), now_s)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("UPDATE setting SET value = ? WHERE key = ?", (epoch, SETTING_EPOCH))
-    begun = ids.Incarnation(ids.new_name(), ids.first_id(epoch, now_s), last_cursor + 1)
+    begun = ids.Incarnation(ids.new_incarnation_name(), ids.first_id(epoch, now_s), last_cursor + 1)
     writer.execute("INSERT INTO incarnation VALUES (?, ?, ?)", (begun.first_id, begun.name, begun.first_cursor))
     kept = "SELECT first_id FROM incarnation ORDER BY first_id DESC LIMIT ?"
     writer.execute(f"DELETE FROM incarnation WHERE first_id NOT IN ({kept})", (ids.INCARNATIONS_MAX,))
