@@ -86,7 +86,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     why), 4 a backup was made of a journal that had lost data before.
     """
     try:
-        config = _configure_logging(config_file, flags)
+        config = _load_config(config_file, flags)
         telemetry = load(TelemetryConfig, file=config_file).config
         configure_tracing(telemetry, {"service.name": "mgpu-master", "service.version": VERSION})
     except ConfigError as error:
@@ -98,7 +98,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _use_few_arenas()
     try:
-        code = uvloop.run(_serve(config, telemetry, lambda: _configure_logging(config_file, flags)))
+        code = uvloop.run(_serve(config, telemetry, lambda: _load_config(config_file, flags)))
     except StartError as error:
         click.echo(f"mgpu-master: {error}", err=True)
         code = EXIT_CONFIG if isinstance(error, SettingError) else EXIT_NOT_DONE
@@ -168,7 +168,7 @@ def _or_exit(work: Callable[[], T]) -> T:
         sys.exit(EXIT_NOT_DONE)
 
 
-def _configure_logging(config_file: str | None, flags: dict[str, Any]) -> MasterConfig:
+def _load_config(config_file: str | None, flags: dict[str, Any]) -> MasterConfig:
     """Loads the settings, applies the log level and format, and returns the settings. Raises ConfigError if they are
     invalid.
     """

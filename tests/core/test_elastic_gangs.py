@@ -133,11 +133,11 @@ def test_an_elastic_gang_reserves_as_many_workers_as_it_needs_at_least() -> None
     workers = host(stage, "a", "b", "c")
     busy = stage.submit(3)
     (gang,) = stage.submit(spec=ELASTIC)
-    assert sum(worker.gang_leases_limit is not None for worker in workers) == 2
+    assert sum(worker.leases_limit is not None for worker in workers) == 2
     stage.report(lease_of(busy[0]))
     assert gang.lease is None
     for task in busy[1:]:
-        if lease_of(task).worker.gang_leases_limit is not None:
+        if lease_of(task).worker.leases_limit is not None:
             stage.report(lease_of(task))
     assert len(ranks(gang)) == 2
 

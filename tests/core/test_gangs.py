@@ -54,7 +54,7 @@ def test_a_gang_that_begins_elsewhere_leaves_the_worker_that_it_had_reserved_to_
     a, b, c = stage.core.fleet.workers.values()
     held = {lease_of(task).worker: lease_of(task) for task in stage.submit(3)}
     (gang,) = stage.submit(spec=PAIR)
-    assert [worker.gang_leases_limit for worker in (a, b, c)] == [0, 0, None]
+    assert [worker.leases_limit for worker in (a, b, c)] == [0, 0, None]
     waiting = next(t for t in stage.submit(9, replace(SPEC, labels=(("site", "moon"),))) if t.lease is None)
     stage.report(held[a])
     assert (gang.lease, waiting.lease) == (None, None), "b is busy, and c is full"
@@ -87,7 +87,7 @@ def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded(measured: boo
         ev.Reports(first.worker.session, [first.lease_id], [b"of 0"], device_s=2.0, finish_s=stage.now, energy=energy)
     )
     assert gang.outcome is None
-    assert first.worker.gang_leases_limit is None, "its worker is free again"
+    assert first.worker.leases_limit is None, "its worker is free again"
     first.log, second.log = "of 0", "of 1"
     energy = [Energy(10.0, 2, 0.5)] if measured else []
     stage.handle(
@@ -109,9 +109,7 @@ def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded(measured: boo
     assert (used.measured_s, used.joules, used.uncertainty_joules) == (
         (5.0, 40.0, 8.0) if measured else (0.0, 0.0, 0.0)
     )
-    assert not any(
-        w.leases or w.leased_bytes or w.gang_leases_limit is not None for w in stage.core.fleet.workers.values()
-    )
+    assert not any(w.leases or w.leased_bytes or w.leases_limit is not None for w in stage.core.fleet.workers.values())
 
 
 def test_a_rank_that_fails_ends_all_and_charges_one_attempt() -> None:
@@ -129,7 +127,7 @@ def test_a_rank_that_fails_ends_all_and_charges_one_attempt() -> None:
     stage.fail(ranks(gang)[0])
     assert state_of(gang) is OutcomeState.DEAD_LETTERED
     assert error_of(gang) == "ValueError"
-    assert not any(w.leases or w.gang_leases_limit is not None for w in stage.core.fleet.workers.values())
+    assert not any(w.leases or w.leases_limit is not None for w in stage.core.fleet.workers.values())
 
 
 def test_a_lost_worker_ends_the_gang_uncharged() -> None:
@@ -221,11 +219,11 @@ def test_another_gang_takes_no_reserved_worker_and_reserves_none() -> None:
     long = stage.submit(3)
     (large,) = stage.submit(spec=replace(SPEC, world_size=4))
     (small,) = stage.submit(spec=replace(PAIR, priority=4))
-    reserved = {w.worker_id for w in workers if w.gang_leases_limit is not None}
+    reserved = {w.worker_id for w in workers if w.leases_limit is not None}
     assert (large.lease, small.lease, len(reserved)) == (None, None, 4), "the idle ones are reserved"
     (free,) = [task for task in long if lease_of(task).worker.worker_id not in reserved]
     stage.report(lease_of(free))
-    assert {w.worker_id for w in workers if w.gang_leases_limit is not None} == reserved
+    assert {w.worker_id for w in workers if w.leases_limit is not None} == reserved
     assert small.lease is None
 
 
@@ -251,10 +249,10 @@ def test_one_kind_of_gang_reserves_workers_at_a_time() -> None:
         stage.beat(worker.worker_id, running=True)
     assert len({lease_of(task).worker for task in singles}) == 5
     stage.submit(spec=PAIR)
-    reserved = [worker for worker in workers if worker.gang_leases_limit is not None]
+    reserved = [worker for worker in workers if worker.leases_limit is not None]
     assert len(reserved) == 2
     stage.submit(spec=replace(PAIR, memory_bytes=1))
-    assert [worker for worker in workers if worker.gang_leases_limit is not None] == reserved
+    assert [worker for worker in workers if worker.leases_limit is not None] == reserved
 
 
 def test_two_gangs_cannot_each_hold_half() -> None:
@@ -292,17 +290,17 @@ def test_a_reservation_is_bounded_in_time_and_comes_back_after_a_pause() -> None
         stage.beat(name, running=True)
     (gang,) = stage.submit(spec=PAIR)
     free = b if lease_of(endless).worker is a else a
-    assert a.gang_leases_limit is not None
-    assert b.gang_leases_limit is not None
+    assert a.leases_limit is not None
+    assert b.leases_limit is not None
     stage.handle(ev.Tick(), RESERVED_S)
-    assert a.gang_leases_limit is b.gang_leases_limit is None
+    assert a.leases_limit is b.leases_limit is None
     assert not gang.waiting
     (small,) = stage.submit()
     assert lease_of(small).worker is free
     stage.report(lease_of(small))
     stage.handle(ev.Tick(), RESERVED_S)
     assert gang.waiting
-    assert a.gang_leases_limit is not None
+    assert a.leases_limit is not None
     stage.report(lease_of(endless))
     assert len(ranks(gang)) == 2
 
@@ -314,7 +312,7 @@ def test_a_gang_that_ends_while_it_waits_gives_its_reservation_back() -> None:
     (gang,) = stage.submit(spec=PAIR)
     stage.handle(ev.Cancel([gang]))
     stage.handle(ev.Tick())
-    assert a.gang_leases_limit is b.gang_leases_limit is None
+    assert a.leases_limit is b.leases_limit is None
 
 
 def test_a_gang_is_not_adopted_after_a_restart_but_goes_on_from_its_checkpoint() -> None:
@@ -375,8 +373,8 @@ def test_a_reservation_is_of_different_devices() -> None:
     for name in "abc":
         stage.beat(name, running=True)
     (gang,) = stage.submit(spec=PAIR)
-    assert [w.gang_leases_limit for w in (first, second, other)].count(0) == 2
-    assert other.gang_leases_limit == 0
+    assert [w.leases_limit for w in (first, second, other)].count(0) == 2
+    assert other.leases_limit == 0
     assert "2 are reserved" in explain(stage.core, gang, stage.now).summary
 
 
@@ -497,7 +495,7 @@ def test_a_gang_reserves_workers_whose_tasks_take_the_memory_and_passes_over_tho
         memory(stage, worker, 80)
     (gang,) = stage.submit(spec=replace(PAIR, memory_bytes=80))
     assert gang.lease is None
-    assert [worker.gang_leases_limit is None for worker in (a, b, short)] == [False, False, True]
+    assert [worker.leases_limit is None for worker in (a, b, short)] == [False, False, True]
     for task in (first, second):
         stage.report(lease_of(task))
     assert gang.lease is None, "their memory is in use still"

@@ -95,7 +95,9 @@ class MasterConfig(Checked):
     )
     breaker_window_s: float = setting(600.0, "Period in which sick devices count for it.", minimum=1, maximum=86_400)
     queue_tasks_max: int = setting(10_000_000, "Maximum of unsettled tasks; more are rejected.", minimum=1)
-    queue_bytes_max: int = setting(4 * GIB, "Maximum of their payload and partial output bytes.", minimum=MIB)
+    queue_bytes_max: int = setting(
+        4 * GIB, "Maximum of their bytes: payloads, partial outputs, checkpoints, logs.", minimum=MIB
+    )
     payload_bytes_max: int = setting(32 * MIB, "Largest payload of one task.", minimum=KIB, maximum=60 * MIB)
     submit_tasks_max: int = setting(10_000, "Maximum of tasks in one Submit.", minimum=1, maximum=1_000_000)
     result_ttl_max_s: float = setting(

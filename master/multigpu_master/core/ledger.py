@@ -38,7 +38,7 @@ RUN_GRACE_S = 10.0
 TIMER_LATE_S = 1.0
 # The reason for revoking the other leases of a gang once one of them has ended without success.
 RANK_ENDED = "the attempt has ended: the lease of rank {rank} was revoked, or ended without success"
-# Assumed size of the objects of a settled task, without the result, the payload and the partial outputs.
+# Assumed size of the objects of a settled task, without the result, the payload and Extra.kept_bytes.
 OBJECTS_BYTES = 512
 
 
@@ -47,7 +47,7 @@ class Limits:
     """Limits of the core. Times in seconds."""
 
     tasks_max: int = 10_000_000  # unsettled
-    bytes_max: int = 4 << 30  # payloads and partial outputs of unsettled tasks
+    bytes_max: int = 4 << 30  # of unsettled tasks: payloads, partial outputs, checkpoints, logs and last errors
     ephemeral_bytes_max: int = 256 << 20  # settled ephemeral tasks, with their results
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
@@ -59,7 +59,9 @@ class Limits:
 
     @property
     def timer_late_s(self) -> float:
-        """Limit of a timer's lateness. A timer that fires later is set again, to fire after this time: TIMER_LATE_S."""
+        """How late a timer may fire. A timer that fires later is set again, to fire after this many seconds; see
+        TIMER_LATE_S for the reason.
+        """
         return min(TIMER_LATE_S, self.session_timeout_s / 4)
 
 
@@ -289,9 +291,9 @@ class Ledger:
         self.unsettled_bytes += size
 
     def _keep_log(self, task: Task) -> None:
-        """Stores Task.log, to which the lease that ends now still contributes, and how much of it is this lease's."""
+        """Moves the log of the task's lease, which ends now, to the end of Extra.log, and stores its length."""
         log, extra, lease = task.log, task.ensure_extra(), task.lease
-        assert lease is not None, "an attempt ends"
+        assert lease is not None, "only a leased task has a lease whose log can be kept"
         self._set_log(extra, log)
         extra.log_lease_id, extra.log_part_chars = lease.lease_id, len(lease.log)
 
@@ -372,7 +374,7 @@ class Ledger:
         self.unsettled -= 1
         self.unsettled_bytes -= size + (task.extra.kept_bytes if task.extra is not None else 0)
 
-    def forget_committed(self, task: Task) -> None:
+    def forget_settled(self, task: Task) -> None:
         """Forgets a settled task, and no longer counts its outcome as uncommitted."""
         self.uncommitted_bytes -= settled_bytes(task)
         self.forget(task)

@@ -312,11 +312,11 @@ class Worker:
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
-    gang_leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
+    leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
     leased_bytes: int = 0  # of payloads
     leased_memory_bytes: int = 0  # device memory reserved for its leases
     leased_shares: int = 0  # sum of its leases' shares of slots
-    backlog_s: float = 0.0  # expected run time of its leases
+    leased_s: float = 0.0  # expected run time of its leases
     residency: Residency = field(default_factory=Residency)
     # What it has done.
     pace: Pace = field(default_factory=Pace)
@@ -376,7 +376,7 @@ class Worker:
     @property
     def full(self) -> bool:
         """Whether its window is used up, by count or by bytes, or closed for a gang."""
-        if self.gang_leases_limit is not None and len(self.leases) >= self.gang_leases_limit:
+        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:
             return True
         return self.window_full or self.leased_bytes >= self.info.window_bytes
 

@@ -40,9 +40,9 @@ TOO_MANY_STREAMS = (
 
 
 class Core:
-    """See the module. Issues task_ids and lease_ids from `first_id` to the end of that id's epoch (EPOCH_IDS,
-    model.py); after an IdsRenewed, from IdsRenewed.first_id on. The caller must pass a `first_id` such that neither
-    this id nor a higher one was issued before. `random` returns 0.0 <= x < 1.0.
+    """See the module. Issues task_ids and lease_ids from `first_id` on, at most to the end of its epoch, a range of
+    EPOCH_IDS ids (model.py). After an IdsRenewed, goes on from IdsRenewed.first_id. The caller must pass a `first_id`
+    such that neither this id nor a higher one was issued before. `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Core:
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
             ev.Submit: self._submit, ev.Cancel: self._cancel, ev.SubmitFailed: self._submit_failed,
-            ev.SettlesDone: self._committed, ev.IdsRenewed: self._ids_renewed, ev.Recover: self._recover,
+            ev.SettlesDone: self._settles_done, ev.IdsRenewed: self._ids_renewed, ev.Recover: self._recover,
             ev.Tick: self._tick,
             ev.Hello: sessions.hello, ev.Heartbeat: sessions.heartbeat, ev.Reports: sessions.reports,
             ev.Partials: sessions.partials, ev.SessionClosed: sessions.closed,
@@ -238,10 +238,10 @@ class Core:
                 task.task_id = 0
         self._commands.add(ev.RejectUnwritten(unsettled))
 
-    def _committed(self, event: ev.SettlesDone, now: float) -> None:
+    def _settles_done(self, event: ev.SettlesDone, now: float) -> None:
         for task in event.tasks:
-            assert task.outcome is not None, "a committed task must have an outcome"
-            self.ledger.forget_committed(task)
+            assert task.outcome is not None, "a settled task must have an outcome"
+            self.ledger.forget_settled(task)
 
 
 def _may_reuse_request_id(outcome: Outcome | None, spec: Spec) -> bool:

@@ -30,8 +30,8 @@ class TaskTable:
         self._blocks[task.task_id >> BLOCK_BITS][task.task_id] = task
 
     def discard(self, task: Task) -> None:
-        """Removes the task if it is in the table. Leaves another task with its id: a dead letter that is
-        requeued keeps its id.
+        """Removes the task if it is in the table. Does not remove another task that has its id by now: a requeued dead
+        letter keeps its id.
         """
         task_id = task.task_id
         block = self._blocks.get(task_id >> BLOCK_BITS)

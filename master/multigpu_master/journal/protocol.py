@@ -31,7 +31,7 @@ class SubmitRecord:
     first_lease_id: int = 0  # of a requeued dead letter: its leases with lower ids precede the requeue
 
 
-def head_without_result(head: bytes, result_bytes: int) -> bytes:
+def head_without_result_tag(head: bytes, result_bytes: int) -> bytes:
     """Removes the result's tag, one byte, and length, a varint, from the end of a LargeBody's head."""
     return head[: -1 - (result_bytes.bit_length() + 6) // 7]
 
@@ -49,7 +49,7 @@ class LargeBody:
         return len(self.head) + len(self.tail)
 
     def without_result(self) -> bytes:
-        return head_without_result(self.head, len(self.tail))
+        return head_without_result_tag(self.head, len(self.tail))
 
     def whole(self) -> bytes:
         """Returns both parts, joined. Raises OSError if the file to which `tail` refers can't be read."""

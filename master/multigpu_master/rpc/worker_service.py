@@ -44,9 +44,9 @@ IN_USE = (
     "host lost power, that session ends within session_timeout_s"
 )
 PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
-# The master reads no frames of a worker to which too many bytes wait to be sent: UNSENT_BYTES plus twice its window (at
-# most UNSENT_WINDOWS_BYTES_MAX). Each heartbeat may cause revocations that have more bytes than the heartbeat. So the
-# session of a worker that reads nothing times out.
+# The master reads no frames of a worker to which more bytes wait to be sent than UNSENT_BYTES plus twice its window (at
+# most UNSENT_WINDOWS_BYTES_MAX); so a worker that reads nothing times out. Otherwise the unsent bytes would grow: a
+# heartbeat may cause revocations that have more bytes than the heartbeat.
 UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
 LEASES_IN_FRAME = "leases in one frame of a worker's session"
 log = structlog.get_logger()

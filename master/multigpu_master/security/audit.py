@@ -1,8 +1,9 @@
 """The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each such call that
 passes authentication, successful or not.
 
-The line is on the disk before the caller gets the answer. If the write fails, the line goes to the master's own log,
-and the answer is the same. If the caller cancels a call, the call still runs to its end, and its line is written.
+A call is rejected, and has no effect, if the file can't be opened. Otherwise the line is on the disk before the caller
+gets the answer; if the write fails, the line goes to the master's own log, and the answer is the same. If the caller
+cancels a call, the call still runs to its end, and its line is written.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ class Auto(Strategy):
     score_meaning: ClassVar[str] = "expected seconds until the task would be finished"
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        return worker.backlog_s / worker.info.slots + fleet.expected_s(worker, shape) + fleet.load_s(worker, shape)
+        return worker.leased_s / worker.info.slots + fleet.expected_s(worker, shape) + fleet.load_s(worker, shape)
 
     def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
         load_s = fleet.load_s(worker, shape)

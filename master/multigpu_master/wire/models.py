@@ -13,6 +13,8 @@ from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire.times import seconds_of, set_time
 from multigpu_master.wire.validation import check_printable
 
+# Limit of a model's id, NAME or NAME:VERSION.
+ID_CHARS_MAX = 2 * MODEL_BYTES_MAX + 1
 # Limit of the tasks that a slot runs at the same time.
 CONCURRENCY_MAX = 1 << 20
 # Fields with the same name in a message and in Model. The size limit of a hello or a catalog bounds their texts.
@@ -90,7 +92,7 @@ def _resident(m: model_pb2.ModelResidency) -> Resident:
     # A model in a state that this master does not know cannot be used, and its memory is not counted.
     state = next((s for s, number in _STATES.items() if number == m.state), ModelState.UNLOADING)
     return Resident(
-        model=m.model[:MODEL_BYTES_MAX],
+        model=m.model[:ID_CHARS_MAX],
         state=state,
         last_use_s=seconds_of(m.last_use_time) if m.HasField("last_use_time") else 0.0,
         **{name: getattr(m, name) for name in _RESIDENT_FIELDS},

@@ -17,8 +17,8 @@ _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "sl
 
 
 def check_hello_size(m: worker_service_pb2.Hello) -> None:
-    """Raises InvalidMessageError if a worker's hello is too large. The worker's setting in the journal may be larger:
-    it also has default values, and the newest catalog.
+    """Raises InvalidMessageError if a worker's hello is too large. Not for the hello that the journal
+    keeps of a worker, which may be larger: it also has default values, and the newest catalog.
     """
     size = m.ByteSize() - sum(lease.ByteSize() for lease in m.leases)
     if size > HELLO_BYTES_MAX:

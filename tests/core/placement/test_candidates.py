@@ -160,7 +160,7 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
     for worker in workers:
         worker.pace.unit_s["embed", "m"] = dice.uniform(0.01, 1)
         worker.pace.leases_max = dice.choice((0, 64, 64))
-        worker.backlog_s = dice.uniform(0, 9)
+        worker.leased_s = dice.uniform(0, 9)
         fleet.score_changed(worker)
     backlog = Backlog(strategy, EMBED, None)
     backlog.size = dice.choice((1, 30, 300))
@@ -174,7 +174,7 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
             assert backlog.too_few_tasks == bool(free)
             return
         assert strategy.score(EMBED, found, fleet) == min(strategy.score(EMBED, w, fleet) for w in able)
-        found.backlog_s += dice.uniform(0, 3)
+        found.leased_s += dice.uniform(0, 3)
         found.pace.leases_max = dice.choice((0, 64))
         fleet.score_changed(found)
         backlog.size = max(1, backlog.size - 1)

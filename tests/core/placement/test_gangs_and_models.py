@@ -80,7 +80,7 @@ def test_no_worker_is_reserved_for_a_gang_that_is_reserved_for_another_model() -
     worker.residency.reserve("c", ())
     stage.core.fleet.models_changed(worker)
     (gang,) = stage.submit(1, GANG)
-    assert (gang.lease, worker.gang_leases_limit, other.gang_leases_limit) == (None, None, None)
+    assert (gang.lease, worker.leases_limit, other.leases_limit) == (None, None, None)
     worker.residency.end_reservation()
     stage.core.fleet.models_changed(worker)
     beat(stage, worker, loaded("b"))

@@ -379,6 +379,15 @@ def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None
     assert stage.core.ledger.counters.requeued == 0
 
 
+def test_a_long_id_is_the_same_when_offered_and_when_loaded() -> None:
+    """The id of a loaded model was cut to the length of a name, so that the model never counted as loaded."""
+    model = model_pb2.Model(name="n" * 200, version="v" * 200)
+    (offered,) = wire_models.models_of([model])
+    beat = worker_service_pb2.Heartbeat()
+    beat.models.add(model=offered.model_id)
+    assert [resident.model for resident in wire_models.residents(beat)] == [offered.model_id]
+
+
 def test_invalid_reports_are_rejected_or_truncated() -> None:
     with pytest.raises(InvalidMessageError, match="no name"):
         wire_models.models_of([model_pb2.Model()])

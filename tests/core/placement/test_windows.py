@@ -266,10 +266,10 @@ def test_a_window_narrows_while_running_tasks_take_longer_than_earlier_ones(stag
             stage.report(task.lease, after_s=0.01)
     assert worker.pace.leases_max > 20
     stage.submit(3)
-    before_s = worker.backlog_s
+    before_s = worker.leased_s
     pass_s(stage, 0.6)
     assert worker.pace.leases_max == 2
-    assert worker.backlog_s > before_s + 0.5
+    assert worker.leased_s > before_s + 0.5
 
 
 @pytest.mark.parametrize(("every_s", "batch"), [(0.005, 16), (0.4, 64)])

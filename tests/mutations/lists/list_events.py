@@ -60,7 +60,7 @@ EVENTS = (
         "the wait after a restart has no end of its own",
         "self.timers.at(event.hold_until_s, self._extend_hold_if_suspended)",
     ),
-    scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.forget_committed(task)"),
+    scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.forget_settled(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission(
         "wait_for_worker ignored",

@@ -39,7 +39,7 @@ GANGS = (
     ),
     gangs(
         "two gangs reserve the same workers",
-        "and (worker.gang_leases_limit is None or worker in reserved_here)",
+        "and (worker.leases_limit is None or worker in reserved_here)",
         "",
         checker="gangs in seeds",
     ),
@@ -172,7 +172,7 @@ GANGS = (
         "self.reserved_idle = not any(worker.leases for worker in self._reserved)",
         "self.reserved_idle = False",
     ),
-    gangs("the workers of a gang get other tasks", "        lease.worker.gang_leases_limit = 0\n"),
+    gangs("the workers of a gang get other tasks", "        lease.worker.leases_limit = 0\n"),
     gangs(
         "ranks are spread over hosts",
         "    return [worker for worker in workers if group_of(worker) == best]",
@@ -195,7 +195,7 @@ GANGS = (
     ),
     dispatch(
         "a reserved worker that is done does not wake its gang",
-        " or w.gang_leases_limit is not None]",
+        " or w.leases_limit is not None]",
         "]",
     ),
     dispatch(
@@ -232,7 +232,7 @@ GANGS = (
         "ranks but the first are not granted",
         "        for lease in leases[1:]:\n            self._fleet.add_lease(lease.worker, lease, now)\n",
     ),
-    fleet("the worker of a rank stays closed", "            worker.gang_leases_limit = None\n"),
+    fleet("the worker of a rank stays closed", "            worker.leases_limit = None\n"),
     fleet(
         "workers without an address take ranks",
         "if shape.world_size > 1 and not worker.info.store_address:",
@@ -272,7 +272,7 @@ GANGS = (
     ),
     model(
         "a reserved worker has room",
-        "        if self.gang_leases_limit is not None and len(self.leases) >= self.gang_leases_limit:\n"
+        "        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:\n"
         "            return True\n",
     ),
     model(

@@ -52,7 +52,7 @@ LEDGER = (
         "promised memory does not come back",
         "worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])",
     ),
-    fleet("backlogs only grow", "worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0"),
+    fleet("backlogs only grow", "worker.leased_s = max(0.0, worker.leased_s - cost_s) if worker.leases else 0.0"),
     fleet("P2: reports of a session that is over count", "self.sessions.pop(worker.session, None)"),
     fleet("a lost worker keeps its models", "worker.residency.end_session()"),
     fleet("a worker that left is believed to be leaving", "worker.stopping = False"),

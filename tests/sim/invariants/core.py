@@ -371,7 +371,7 @@ class Invariants:
             if worker.draining and worker.drain_deadline_s is not None:
                 drains[worker] = worker.drain_deadline_s
             size = memory = shares = 0
-            backlog_s = 0.0
+            leased_s = 0.0
             for lease_id, lease in worker.leases.items():
                 task = lease.task
                 if lease.worker is not worker or not _is_lease_of(task, lease) or lease.lease_id != lease_id:
@@ -383,13 +383,13 @@ class Invariants:
                     self._ran_since.setdefault(lease_id, now)
                 size += len(task.payload)
                 memory += task.spec.memory_bytes
-                backlog_s += lease.cost_s
+                leased_s += lease.cost_s
                 shares += lease.share
             if worker.leases and not worker.session:
                 raise ViolationError(f"{worker.worker_id} is lost and holds leases")
             if (worker.leased_bytes, worker.leased_memory_bytes, worker.leased_shares) != (size, memory, shares):
                 raise ViolationError(f"the accounts of {worker.worker_id} drift")
-            if abs(worker.backlog_s - backlog_s) > 1e-6:
+            if abs(worker.leased_s - leased_s) > 1e-6:
                 raise ViolationError(f"the backlog of {worker.worker_id} drifts")
         for session, worker in fleet.sessions.items():
             if worker.session != session:

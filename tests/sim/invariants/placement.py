@@ -67,11 +67,11 @@ class Placement:
         core, gangs = self._core, self._core.gangs
         mine = gangs.reserved_for(strategy, shape)
         able = [w for w in core.fleet.workers.values() if core.fleet.ineligibility(w, shape) is None]
-        free = [w for w in able if w in mine or w.gang_leases_limit is None]
+        free = [w for w in able if w in mine or w.leases_limit is None]
         free = [w for w in free if w.accepting and not obstacle_now(core.fleet, strategy, shape, w)]
         idle = {w.device_key for w in free if not (w.leases or w.occupied_slots)}
         check(len(idle) < shape.world_size_min, "task %s waits, though %s workers are idle", task.task_id, len(idle))
-        reserved = [w for w in core.fleet.workers.values() if w.gang_leases_limit is not None]
+        reserved = [w for w in core.fleet.workers.values() if w.leases_limit is not None]
         for worker in reserved:
             ranks = [x for x in worker.leases.values() if x.gang is not None]
             check(ranks or worker in gangs._reserved, "%s is reserved for nothing", worker.worker_id)

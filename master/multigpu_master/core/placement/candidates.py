@@ -71,7 +71,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
         why.append("draining")
     if worker.stopping:
         why.append("stopping")
-    if worker.gang_leases_limit is not None and len(worker.leases) >= worker.gang_leases_limit:
+    if worker.leases_limit is not None and len(worker.leases) >= worker.leases_limit:
         task_id = next((lease.task.task_id for lease in worker.leases.values() if lease.gang is not None), 0)
         why.append(f"runs a rank of task {task_id}" if task_id else "reserved for a task that several workers run")
     if worker.window_full:

@@ -215,7 +215,7 @@ class Dispatcher:
         elif classes.blocked:
             if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
-                changed = [w for w in maybe_freed if w in fleet.with_room or w.gang_leases_limit is not None]
+                changed = [w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None]
                 self._freed_workers = dict.fromkeys(classes.unblock_for(changed), changed)
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
                 self._freed_workers.clear()

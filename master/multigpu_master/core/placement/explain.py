@@ -65,9 +65,11 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.newest_lease_number))
-    # queued() requires a shape without a partition, and does not count this task unless it waits: hence at least 1.
+    # At least 1: this task, which queued() does not count unless it waits.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
-    compared = free if shape.world_size == 1 and not strategy.pinned else []  # else no backlog is too small
+    compared = (
+        free if shape.world_size == 1 and not strategy.pinned else []
+    )  # no backlog of gangs or of pinned tasks is too small
     for candidate in [c for c in compared if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)

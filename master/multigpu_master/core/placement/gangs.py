@@ -69,8 +69,8 @@ class Gangs:
         old = [worker for worker in self._reserved if self._holds_old(worker)]
         for worker in self._reserved:
             limit = worker.usable_slots if old and worker not in old else 0
-            if worker.gang_leases_limit != limit:
-                worker.gang_leases_limit = limit
+            if worker.leases_limit != limit:
+                worker.leases_limit = limit
                 self._fleet.room_changed(worker)
 
     def _holds_old(self, worker: Worker) -> bool:
@@ -98,7 +98,7 @@ class Gangs:
         # (or shares its device with a worker in `idle`): do not reserve it. If it is reserved already, keep it: its
         # last task may not have freed its memory yet.
         able = [w for w in able if w.leases or w.occupied_slots or w in idle or w in reserved_here]
-        able = one_per_device(sorted(able, key=lambda worker: (worker not in reserved_here, worker.backlog_s)))
+        able = one_per_device(sorted(able, key=lambda worker: (worker not in reserved_here, worker.leased_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
             self._reserve(backlog, task, able, now)
         return None
@@ -114,7 +114,7 @@ class Gangs:
             worker
             for worker in self._fleet.eligible(shape)
             if worker.accepting
-            and (worker.gang_leases_limit is None or worker in reserved_here)
+            and (worker.leases_limit is None or worker in reserved_here)
             and (worker in former_workers or strategy.excludes(shape, worker, self._fleet) is None)
             and self._fleet.model_block(worker, shape) is None
         ]
@@ -166,7 +166,7 @@ class Gangs:
                 self._end_worker_reservation(worker)
         new = [worker for worker in wanted if worker not in self._reserved]
         for worker in new:
-            worker.gang_leases_limit = 0
+            worker.leases_limit = 0
             self._fleet.score_changed(worker)
             waiting = [x for x in worker.leases.values() if not x.running and x.recalled_in != worker.session]
             self._commands.recall(worker, waiting)
@@ -195,7 +195,7 @@ class Gangs:
         self._ledger.classes.unblock_all()
 
     def _end_worker_reservation(self, worker: Worker) -> None:
-        worker.gang_leases_limit = None
+        worker.leases_limit = None
         self._fleet.room_changed(worker)
 
     def reserved_for(self, strategy: Strategy, shape: Shape) -> list[Worker]:
@@ -271,4 +271,4 @@ def form_gang(leases: list[Lease]) -> None:
     gang = Gang(leases)
     for rank, lease in enumerate(leases):
         lease.gang, lease.rank = gang, rank
-        lease.worker.gang_leases_limit = 0
+        lease.worker.leases_limit = 0

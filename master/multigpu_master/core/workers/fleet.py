@@ -43,7 +43,7 @@ class Fleet:
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
         self.any_offered_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
-        self._dispatches = 0  # number of leases granted so far
+        self._leases_granted = 0  # number of leases granted so far
         self._unit_s = SteppedAverages()  # seconds for each unit of work, over all workers
         self._units = SteppedAverages()  # units of work of a task
         self._eligible: dict[Shape, dict[Worker, None]] = {}  # cache of eligible()
@@ -317,8 +317,8 @@ class Fleet:
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, lowers its window to the number of leases that it would end in WINDOW_S if one round (the tasks that all
-        slots run together) took as long as the silence so far; and raises the expected time of its late leases.
+        PACE_S, assumes that a round (one batch in each slot) takes as long as the silence so far: lowers its window to
+        the leases that it would then end in WINDOW_S, and raises the expected time of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
         ended in its last report if these are more. The new expected time of a late lease is the time since its
@@ -328,13 +328,13 @@ class Fleet:
         silent_s = now - pace.reported_s
         if silent_s < PACE_S:
             return
-        slot_tasks = max(1.0, pace.last_report_tasks / slots)  # tasks that a slot runs, or reports, together
+        slot_tasks = max(1.0, pace.last_report_tasks / slots)  # estimated size of the batch of a slot
         window = max(narrow_window(worker.info), int(min(pace.leases_max, slot_tasks * slots * WINDOW_S / silent_s)))
         first = islice(worker.leases.values(), max(slots, pace.last_report_tasks))
         late = [x for x in first if min(silent_s, now - x.dispatch_s) > LATE * x.cost_s * slot_tasks]
         for lease in late:
             cost_s = min(silent_s, now - lease.dispatch_s) / slot_tasks
-            worker.backlog_s += cost_s - lease.cost_s
+            worker.leased_s += cost_s - lease.cost_s
             lease.cost_s = cost_s
         if late or window < pace.leases_max:
             pace.leases_max = min(pace.leases_max, window)
@@ -355,11 +355,11 @@ class Fleet:
         worker.leases[lease.lease_id] = lease
         worker.leased_bytes += len(task.payload)
         worker.leased_memory_bytes += task.spec.memory_bytes
-        worker.backlog_s += lease.cost_s
+        worker.leased_s += lease.cost_s
         lease.share = worker.shares.get(task.spec.kind, SLOT)
         worker.leased_shares += lease.share
-        self._dispatches += 1
-        worker.newest_lease_number = self._dispatches
+        self._leases_granted += 1
+        worker.newest_lease_number = self._leases_granted
         key, residency, loads = (task.spec.kind, task.spec.model), worker.residency, False
         if self.any_offered_by_id and (model := self.model_id(worker, *key)):
             lease.model = model
@@ -387,9 +387,9 @@ class Fleet:
         self.room_changed(lease.worker)
 
     def subtract_leases(self, worker: Worker, leases: Sequence[Lease]) -> None:
-        """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts gang_leases_limit."""
+        """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts leases_limit."""
         if leases and leases[0].gang is not None:
-            worker.gang_leases_limit = None
+            worker.leases_limit = None
         worker.leased_bytes -= sum([len(lease.task.payload) for lease in leases])
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])
@@ -398,7 +398,7 @@ class Fleet:
                 if lease.model and worker.residency.release(lease.model):
                     self._resident_changed()
         cost_s = sum([lease.cost_s for lease in leases])
-        worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0
+        worker.leased_s = max(0.0, worker.leased_s - cost_s) if worker.leases else 0.0
 
 
 def _plain_shape(key: Key) -> Shape:

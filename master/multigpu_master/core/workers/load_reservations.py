@@ -110,7 +110,7 @@ class LoadReservations:
                 return
 
     def _reservable(self, worker: Worker) -> bool:
-        residency, for_gang = worker.residency, worker.gang_leases_limit is not None
+        residency, for_gang = worker.residency, worker.leases_limit is not None
         busy = residency.reserved_model or residency.cooling_down or residency.loading_since_s or for_gang
         return worker.accepting and not busy
 

@@ -30,7 +30,7 @@ def explain(error: Exception, path: Path) -> JournalError:
     if no_descriptor or getattr(error, "errno", None) in NO_DESCRIPTOR:
         return JournalFullError(
             f"The journal {path} can't be used now: no file descriptor is left ({error}). End connections to the "
-            "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n)."
+            "master, or raise its limit (LimitNOFILE of its unit, or ulimit -n), or that of the host (fs.file-max)."
         )
     if isinstance(error, OSError) and error.errno is None:  # raised by read_at: a file is too short
         return damaged_error(path, str(error))
@@ -58,7 +58,7 @@ def explain(error: Exception, path: Path) -> JournalError:
 
 
 def explain_open(error: Exception, path: Path) -> JournalError:
-    """As explain, for an error of opening the journal, which reads its settings: PARSE_ERRORS are damage."""
+    """As explain, for opening the journal. That parses the journal's settings, so PARSE_ERRORS mean damage there."""
     if isinstance(error, PARSE_ERRORS):
         return salvageable_error(path, f"one of its own settings can't be parsed ({error!r})")
     return explain(error, path)

@@ -22,7 +22,7 @@ from pathlib import Path
 from multigpu._transport.payloads import Reference, read_file
 
 from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
-from multigpu_master.journal.protocol import LargeBody, head_without_result
+from multigpu_master.journal.protocol import LargeBody, head_without_result_tag
 from multigpu_master.journal.sqlite.files import sync
 
 LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
@@ -82,13 +82,13 @@ class LargeObjects:
         """
         if is_shared(reference):
             _, _, size_bytes, head, _ = parse_reference(reference)
-            return head_without_result(head, size_bytes)
+            return head_without_result_tag(head, size_bytes)
         _, _, size, _, *head_size = reference.split(":")
         if not head_size:
             return self.read(reference)
         head_bytes = int(head_size[0], 16)
         head, _ = self._read_segment(reference, head_bytes)
-        return head_without_result(head, int(size, 16) - head_bytes)
+        return head_without_result_tag(head, int(size, 16) - head_bytes)
 
     def _read_segment(self, reference: str, bytes_max: int = sys.maxsize) -> tuple[bytes, int]:
         """Returns the first bytes, up to `bytes_max`, and the CRC of all."""

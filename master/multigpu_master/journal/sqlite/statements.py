@@ -35,7 +35,9 @@ def _insert_sql(table: str, fields: int, rows: int) -> str:
 
 
 def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Iterator[Statement]:
-    """Yields statements that insert rows. `values`: of all rows, flat. `bytes_total`: an upper bound of their bytes."""
+    """Yields statements that insert rows. `values`: of all rows, flat. `bytes_total`: about how many
+    bytes they have, without ids and repeated specs.
+    """
     rows = len(values) // fields
     rows_max = _ROWS[-1]
     if bytes_total > _STATEMENT_BYTES:

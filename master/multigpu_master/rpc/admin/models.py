@@ -151,11 +151,11 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             if name and offered.name != name:
                 continue
             message = model_pb2.Model.FromString(offered.wire)
-            versions = groups.setdefault(model_id, [])
-            entry = next((e for e in versions if _same_files(e.model, message)), None)
+            variants = groups.setdefault(model_id, [])
+            entry = next((e for e in variants if _same_files(e.model, message)), None)
             if entry is None:
                 entry = pb.ModelEntry(model=message)
-                versions.append(entry)
+                variants.append(entry)
             elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
                 # Show what this worker reports: the model takes more memory there, or the digest is known.
                 digest = message.digest or entry.model.digest
