@@ -16,7 +16,7 @@ from multigpu_master.rpc.queries import pausing
 from multigpu_master.rpc.requests import check_count, page_of
 from multigpu_master.wire.models import resident_message
 
-WORKERS_MAX = 1000
+WORKERS_MAX = 1000  # workers that one call can name
 
 
 class ModelCalls:
@@ -45,8 +45,8 @@ class ModelCalls:
 
     async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
         workers = self._workers(request.worker_ids)
-        known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.operator_pins)]
-        if not any(is_version(m, request.model) for m in known):
+        names = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.operator_pins)]
+        if not any(is_version(m, request.model) for m in names):
             where = "on these workers" if request.worker_ids else "on any worker"
             raise NotFoundError(
                 f"no model {request.model!r} is offered, loaded or pinned {where}; `mgpuctl models list` shows all"
@@ -76,7 +76,7 @@ class ModelCalls:
         async for event in pausing(events):
             if event.worker_id in workers:  # not forgotten meanwhile
                 self._driver.handle(event)
-        await save(self._driver, {})  # each event has appended its worker's setting to the journal's entries
+        await save(self._driver, {})  # the journal writes in order, and the events have appended the settings
 
 
 def _can_load(worker: Worker, name: str) -> bool:
@@ -140,9 +140,9 @@ def _holds(worker: Worker, name: str) -> bool:
 
 
 async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
-    """The models that workers offer, sorted by id (name and version). `name`: only models of that name; "": all. A
-    model has one entry for all workers that offer the same files. Its values are from one of these workers, except that
-    the digest may be another's.
+    """Returns the models that workers offer, sorted by id (name and version). `name`: only models with that name; "":
+    all. Workers that offer the same files of a model share one entry. An entry has the values of one of its workers;
+    the digest may come from another worker.
     """
     groups: dict[str, list[pb.ModelEntry]] = {}
     async for worker in pausing(sorted(workers, key=lambda w: w.worker_id)):
@@ -151,13 +151,13 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             if name and offered.name != name:
                 continue
             message = model_pb2.Model.FromString(offered.wire)
-            alike = groups.setdefault(model_id, [])
-            entry = next((e for e in alike if _same(e.model, message)), None)
+            same_id = groups.setdefault(model_id, [])
+            entry = next((e for e in same_id if _same(e.model, message)), None)
             if entry is None:
                 entry = pb.ModelEntry(model=message)
-                alike.append(entry)
+                same_id.append(entry)
             elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
-                # Show what this worker reports: the model takes more memory there, or the digest is known.
+                # Show this worker's values: the model takes more memory there, or only this worker has a digest.
                 digest = message.digest or entry.model.digest
                 entry.model.CopyFrom(message)
                 entry.model.digest = digest
@@ -169,7 +169,7 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
 
 def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
     """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, whether it is
-    the current version, and its engine, once both have loaded it. An unknown digest equals any.
+    the current version, and its engine, once both have loaded it. An empty digest equals any digest.
     """
     digests = {d for d in (one.digest, other.digest) if d}
     engines = {model.engine for model in (one, other) if model.facts}  # a worker has no facts before it loads the model

@@ -29,12 +29,12 @@ from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
 from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable, check_size
 from multigpu_master.wire.workers import worker_message
 
-# WatchWorkers sends changes at most this often, and at most this many workers in one message.
+# WatchWorkers: the pause between two rounds of changes, and the most workers in one message.
 WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
-# A page ends after the worker that exceeds this. A worker's description takes up to 256 KiB.
+# A page of ListWorkers ends once its workers exceed this size. One worker takes up to 256 KiB.
 PAGE_BYTES = 4 << 20
-# The period of GetUsage, unless the call gives one.
+# GetUsage begins this long before its end, unless the call gives a begin_time.
 USAGE_S = 86_400.0
 _USAGE_FIELDS = {
     pb.USAGE_KEY_QUEUE: "queue", pb.USAGE_KEY_SUBMITTER: "submitter",
@@ -92,7 +92,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                         await context.write(response)  # other calls run meanwhile
                         response = pb.WatchWorkersResponse()
             await context.write(response)
-            # Every heartbeat is a change: the changes of a large fleet are sent together.
+            # Every heartbeat is a change. During this pause, the changes of a large fleet collect for the next round.
             await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
@@ -227,7 +227,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         check_printable("queue", name)
         check_size("queue", name, NAME_BYTES_MAX)
         if name not in core.ledger.queues and len(core.ledger.queues) >= QUEUES_MAX and not core.ledger.prune_queues():
-            raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them")
+            raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or settings already; use one of them")
 
     # --- the circuit breaker -----------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             ),
             breaker=self._breaker(),
             worker_rejections=self._driver.workers.rejections.values(),
-            # Last: the count above takes time.
+            # Read last, because count_outcomes takes time.
             server_time=timestamp(time.time()),
         )
 
