@@ -1,5 +1,5 @@
-"""Queries for tasks. The core holds unsettled tasks, settled durable tasks until the journal reports that their outcomes
-are on disk, and settled ephemeral tasks for their result_ttl. The journal holds the outcomes of durable tasks. If both
+"""Queries for tasks. The core holds unsettled tasks, settled durable tasks until the journal has reported the commit of
+their outcomes, and settled ephemeral tasks for their result_ttl. The journal holds the outcomes of durable tasks. If both
 hold a task, its state in the core is valid.
 """
 

@@ -23,23 +23,28 @@ from multigpu_master.write_buffer import DURABLE_S
 
 log = structlog.get_logger()
 
+CANCELLED, NOT_FOUND = 1, 5  # gRPC's status codes
 FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
-# Limits of one read of outcomes from the journal, which stay in memory until the client has read them.
+# Limits of one read from the journal. The outcomes stay in memory until the client has read them.
 READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
-# Acceptances are collected for this time and sent in one frame. Tasks that end sooner need none.
+# The stream sends the acceptances of this period in one frame. A task that ends sooner needs no acceptance.
 ACKNOWLEDGE_S = 0.05
-NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
+NOTHING_TO_CANCEL = ev.Rejection(
+    NOT_FOUND, "no unsettled task has this request_id: the task has ended, or was never submitted"
+)
 CANCELLED_ELSEWHERE = ev.Rejection(
-    1, "it was cancelled or had already ended; its outcome goes to the stream that submitted it"
+    CANCELLED, "the task was cancelled or had already ended; its outcome goes to the stream that submitted it"
 )
 DETACHED = ev.Rejection(
-    1,
-    "not submitted by this client on a Run stream of this master: it is not cancelled (Cancel does that), and this "
-    "stream gets no outcome",
+    CANCELLED,
+    "this client did not submit the task on a Run stream of this master, so the task goes on, but this stream gets no "
+    "outcome; call Cancel to cancel the task",
 )
-NOT_KNOWN = ev.Rejection(5, f"no task has this request_id: {queries.FORGOTTEN}")
+NOT_KNOWN = ev.Rejection(NOT_FOUND, f"no task has this request_id: {queries.FORGOTTEN}")
 CLIENT_ID_BYTES_MAX = 64
-QUEUE_RESTRICTED = "a token for certain queues cannot share payload files: leave payload_key out to send and get bytes"
+QUEUE_RESTRICTED = (
+    "a token for certain queues cannot share payload files: leave payload_key out to transfer payloads inline"
+)
 
 
 class RunStream:
@@ -53,7 +58,7 @@ class RunStream:
         self._outbox = outbox
         self._outcomes_only = False
         self._to_accept: list[Task] = []  # tasks whose acceptances must be sent
-        self._ended: list[SettledTask | Task] = []  # tasks of this frame that ended before the frame came
+        self._ended: list[SettledTask | Task] = []  # tasks of this frame that had ended when the frame came
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
@@ -96,8 +101,8 @@ class RunStream:
         accepted: list[Task] = []
 
         def done(_error: JournalError | None) -> None:
-            # task_id is 0 if the write of the task has failed. That can be the write of another call, whose task this
-            # batch has joined, so the error does not tell.
+            # task_id is 0 if the write of the task has failed. The error does not tell, because another call may have
+            # submitted the task, and this batch has only joined it.
             self._acknowledge([task for task in accepted if task.task_id])
 
         answers = self._intake.submit(
@@ -140,7 +145,7 @@ class RunStream:
         self._to_accept.clear()
 
     def _send_partials(self, task: Task, received: int) -> None:
-        """Sends the task's stored partial outputs from number `received` on, also those that the stream has had."""
+        """Sends the task's stored partial outputs from index `received` on. The stream may have sent some before."""
         extra = task.extra
         assert extra is not None, "it has partial outputs"
         for index in range(received, len(extra.partials)):
@@ -161,7 +166,7 @@ class RunStream:
                 await self._outbox.wait_below(self._half_full_bytes)
                 waited = True
             task: Task | SettledTask | None = core.ledger.requests.get(request_id) or known.get(request_id)
-            if task is None and waited:  # it may have ended meanwhile
+            if task is None and waited:  # the task may have ended during the wait
                 task = self._driver.find_settled([request_id]).get(request_id)
             if task is None or not queries.may_see(task):
                 self._reject(NOT_KNOWN, request_id)
@@ -179,12 +184,12 @@ class RunStream:
     # --- cancel ------------------------------------------------------------------------------------------------------
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
-        """Cancels the tasks that this client submitted on a Run stream, and stops following others. A request_id whose
-        task has ended, or whose outcome will not come on this stream, is answered with a rejection.
+        """Cancels the tasks that this client submitted on a Run stream, and stops following other tasks. Sends a
+        rejection for each request_id whose task has ended, or whose outcome will not come on this stream.
         """
         requests = self._driver.core.ledger.requests
         tasks: list[Task] = []
-        elsewhere: list[tuple[str, Task | None]] = []
+        to_reject: list[tuple[str, Task | None]] = []
         for request_id in request_ids:
             task = requests.get(request_id)
             if not queries.may_see(task):
@@ -196,17 +201,17 @@ class RunStream:
                     continue
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
-                elsewhere.append((request_id, task))
-        answer = CANCELLED_ELSEWHERE
-        others = [task for _, task in elsewhere if task is not None]
+                to_reject.append((request_id, task))
+        rejection = CANCELLED_ELSEWHERE
+        elsewhere = [task for _, task in to_reject if task is not None]
         try:
             await self._driver.cancel(tasks, withdrawn=True)
-            if others and not await self._driver.wait_cancellations(others, DURABLE_S):
-                answer = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+            if elsewhere and not await self._driver.wait_cancellations(elsewhere, DURABLE_S):
+                rejection = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
         except JournalFullError as error:  # the stream's own tasks need no rejection: their outcomes come when they end
-            answer = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
-        for request_id, task in elsewhere:
-            self._reject(NOTHING_TO_CANCEL if task is None else answer, request_id)
+            rejection = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
+        for request_id, task in to_reject:
+            self._reject(NOTHING_TO_CANCEL if task is None else rejection, request_id)
 
     # --- outcomes of known tasks -------------------------------------------------------------------------------------
 
