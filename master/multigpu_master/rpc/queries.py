@@ -1,6 +1,6 @@
 """Queries for tasks. The core holds unsettled tasks, settled durable tasks until the journal has reported the commit of
-their outcomes, and settled ephemeral tasks for their result_ttl. The journal holds the outcomes of durable tasks. If both
-hold a task, its state in the core is valid.
+their outcomes, and settled ephemeral tasks for their result_ttl. The journal holds the outcomes of durable tasks. If
+both hold a task, its state in the core is valid.
 """
 
 import asyncio
@@ -196,7 +196,7 @@ def _worker_ids(task: Task) -> list[str]:
 async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:
     """Returns a page of tasks."""
     size = read_page_size(request.page_size)
-    edge = parse_page_token(request.page_token, "page_token")
+    edge = parse_page_token(request.page_token, "page_token")  # the last task_id of the previous page, or 0
     task_filter, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     cut = False

@@ -60,7 +60,7 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
     todo = [(0, len(data), descriptor)]
     while todo and fields_left >= 0:
         at, end, descriptor = todo.pop()
-        messages = _messages(descriptor)
+        messages = _message_fields(descriptor)
         try:
             while at < end and fields_left >= 0:
                 fields_left -= 1
@@ -69,10 +69,10 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
                     at += 1
                 else:
                     tag, at = _varint(data, at)
-                kind = tag & 7
-                if kind == VARINT:
+                wire_type = tag & 7
+                if wire_type == VARINT:
                     _, at = _varint(data, at)
-                elif kind == BYTES:
+                elif wire_type == BYTES:
                     size = data[at]
                     if size < 128:
                         at += 1
@@ -81,9 +81,9 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
                     if (message := messages.get(tag >> 3)) is not None:
                         todo.append((at, at + size, message))
                     at += size
-                elif kind in (FIXED64, FIXED32):
-                    at += 8 if kind == FIXED64 else 4
-                elif kind not in (GROUP, GROUP_END):
+                elif wire_type in (FIXED64, FIXED32):
+                    at += 8 if wire_type == FIXED64 else 4
+                elif wire_type not in (GROUP, GROUP_END):
                     break
         except IndexError:
             pass
@@ -91,7 +91,7 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
 
 
 @cache
-def _messages(descriptor: Any) -> dict[int, Any]:
+def _message_fields(descriptor: Any) -> dict[int, Any]:
     """Returns the descriptors of the fields that are messages, by field number."""
     return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
 

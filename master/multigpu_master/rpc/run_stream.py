@@ -29,9 +29,7 @@ FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
 READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 # The stream sends the acceptances of this period in one frame. A task that ends sooner needs no acceptance.
 ACKNOWLEDGE_S = 0.05
-NOTHING_TO_CANCEL = ev.Rejection(
-    NOT_FOUND, "no unsettled task has this request_id: the task has ended, or was never submitted"
-)
+NOTHING_TO_CANCEL = ev.Rejection(NOT_FOUND, "this request_id has no unsettled task: the task has ended, or is unknown")
 CANCELLED_ELSEWHERE = ev.Rejection(
     CANCELLED, "the task was cancelled or had already ended; its outcome goes to the stream that submitted it"
 )
@@ -42,9 +40,7 @@ DETACHED = ev.Rejection(
 )
 NOT_KNOWN = ev.Rejection(NOT_FOUND, f"no task has this request_id: {queries.FORGOTTEN}")
 CLIENT_ID_BYTES_MAX = 64
-QUEUE_RESTRICTED = (
-    "a token for certain queues cannot share payload files: leave payload_key out to transfer payloads inline"
-)
+QUEUE_RESTRICTED = "a token for certain queues cannot share payload files: omit payload_key to send payloads inline"
 
 
 class RunStream:

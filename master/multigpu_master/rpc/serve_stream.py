@@ -21,7 +21,7 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises the CallError of `outbox.abort`."""
+    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises the error of `abort`."""
 
     async def write_frames() -> None:
         while (frame := await outbox.next()) is not None:

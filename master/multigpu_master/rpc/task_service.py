@@ -130,12 +130,12 @@ class TaskService:
             raise CallError(CURSOR_ELSEWHERE, grpc.StatusCode.OUT_OF_RANGE)
         elif after < journal.removed_cursor:
             raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
-        removed = journal.removed_cursor  # earlier removals do not end this Watch
+        removed_before = journal.removed_cursor  # earlier removals do not end this Watch
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = changes.commits
             rows = await asyncio.to_thread(journal.read_outcomes, after, READ_OUTCOMES, READ_BYTES)
-            if after < journal.removed_cursor > removed:  # the caller reads more slowly than outcomes expire
+            if after < journal.removed_cursor > removed_before:  # the caller reads more slowly than outcomes expire
                 raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
             if not rows:
                 await committed.wait()

@@ -41,7 +41,7 @@ ACKNOWLEDGE_RESULTS = 16
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If the "
-    "host of the other lost power, that session ends within session_timeout_s"
+    "other's host lost power, the other session ends within session_timeout_s"
 )
 PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100  # length of hello.process; rejections that GetStats lists
 # While more bytes wait to be sent to a worker than UNSENT_BYTES plus twice its window (at most
@@ -81,10 +81,7 @@ class WorkerService:
             await self._serve(first, context)
         except (CallError, InvalidMessageError) as error:
             failure = call_error(error, "Session")
-            if failure.code not in (
-                grpc.StatusCode.ABORTED,
-                grpc.StatusCode.UNAVAILABLE,
-            ):  # codes that end a valid session
+            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # they end valid sessions
                 worker_id, rejections = escaped(first.hello.worker_id)[:NAME_BYTES_MAX], self._driver.workers.rejections
                 seen = {"worker_id": worker_id, "peer": context.peer(), "reason": str(failure)}
                 log.warning("worker rejected", pid=first.hello.pid, **seen)

@@ -25,13 +25,13 @@ class ModelCalls:
     _driver: Driver
 
     async def ListModels(self, request: Any, _context: Any) -> pb.ListModelsResponse:
-        entries, token = page_of(await _entries(self._driver.core.fleet.workers.values(), request.name), request)
+        entries, token = page_of(await _model_entries(self._driver.core.fleet.workers.values(), request.name), request)
         return pb.ListModelsResponse(models=entries, next_page_token=token)
 
     async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
         workers, name = self._workers(request.worker_ids), request.model
         if not request.worker_ids:
-            workers = [_best(workers, name)]
+            workers = [_best_worker(workers, name)]
         elif lacking := [w.worker_id for w in workers if not _can_load(w, name)]:
             raise NotFoundError(
                 f"workers that are not connected, or do not offer model {name!r}: {', '.join(lacking)}; "
@@ -84,7 +84,7 @@ def _can_load(worker: Worker, name: str) -> bool:
     return bool(worker.session) and name in worker.residency.id_of_name
 
 
-def _best(workers: Iterable[Worker], name: str) -> Worker:
+def _best_worker(workers: Iterable[Worker], name: str) -> Worker:
     """Returns the best worker on which to pin a model; if the model fits on none, the first worker that offers it.
     Raises NotFoundError if no connected worker offers it.
     """
@@ -139,7 +139,7 @@ def _holds(worker: Worker, name: str) -> bool:
     return any(is_version(m, name) for m in held)
 
 
-async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
+async def _model_entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
     """Returns the models that workers offer, sorted by id (name and version). `name`: only models with that name; "":
     all. Workers that offer the same files of a model share one entry. An entry has the values of one of its workers;
     the digest may come from another worker.
@@ -152,7 +152,7 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
                 continue
             message = model_pb2.Model.FromString(offered.wire)
             same_id = groups.setdefault(model_id, [])
-            entry = next((e for e in same_id if _same(e.model, message)), None)
+            entry = next((e for e in same_id if _same_files(e.model, message)), None)
             if entry is None:
                 entry = pb.ModelEntry(model=message)
                 same_id.append(entry)
@@ -167,7 +167,7 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
     return [entry for model_id in sorted(groups) for entry in groups[model_id]]
 
 
-def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
+def _same_files(one: model_pb2.Model, other: model_pb2.Model) -> bool:
     """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, whether it is
     the current version, and its engine, once both have loaded it. An empty digest equals any digest.
     """

@@ -186,9 +186,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
         page, token = page_of(sorted(found if queues is None else queues & found), request)
         oldest_s = await queries.oldest_submits(self._core, page)
-        return pb.ListQueuesResponse(queues=[self._queue(n, oldest_s) for n in page], next_page_token=token)
+        return pb.ListQueuesResponse(queues=[self._queue_message(n, oldest_s) for n in page], next_page_token=token)
 
-    def _queue(self, name: str, oldest_s: dict[str, float]) -> pb.Queue:
+    def _queue_message(self, name: str, oldest_s: dict[str, float]) -> pb.Queue:
         queue = self._core.ledger.queues.get(name) or Queue(name)
         message = pb.Queue(
             queue=name,
@@ -219,7 +219,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         self._check_queue_allowed(event.queue)
         self._driver.handle(event)
         await save(self._driver, queue_setting(self._core.ledger.queue(event.queue)))
-        return self._queue(event.queue, await queries.oldest_submits(self._core, [event.queue]))
+        return self._queue_message(event.queue, await queries.oldest_submits(self._core, [event.queue]))
 
     def _check_queue_allowed(self, name: str) -> None:
         """Raises InvalidMessageError if the name is not allowed, and ExhaustedError if there are too many queues."""
@@ -227,16 +227,16 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         check_printable("queue", name)
         check_size("queue", name, NAME_BYTES_MAX)
         if name not in core.ledger.queues and len(core.ledger.queues) >= QUEUES_MAX and not core.ledger.prune_queues():
-            raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or settings already; use one of them")
+            raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them")
 
     # --- the circuit breaker -----------------------------------------------------------------------------------------
 
     async def ResetBreaker(self, request: Any, _context: Any) -> pb.ResetBreakerResponse:
         self._driver.handle(ev.ResetBreaker())
         await save(self._driver, breaker_setting(self._core.quarantine.breaker.tripped_s))
-        return pb.ResetBreakerResponse(breaker=self._breaker())
+        return pb.ResetBreakerResponse(breaker=self._breaker_message())
 
-    def _breaker(self) -> pb.Breaker:
+    def _breaker_message(self) -> pb.Breaker:
         quarantine, now = self._core.quarantine, self._driver.now()
         breaker = quarantine.breaker
         message = pb.Breaker(
@@ -268,7 +268,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
             ),
-            breaker=self._breaker(),
+            breaker=self._breaker_message(),
             worker_rejections=self._driver.workers.rejections.values(),
             # Read last, because count_outcomes takes time.
             server_time=timestamp(time.time()),

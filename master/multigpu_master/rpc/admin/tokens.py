@@ -27,9 +27,7 @@ class TokenCalls:
     async def CreateToken(self, request: Any, _context: Any) -> pb.CreateTokenResponse:
         _, tokens = self._auth_and_tokens()
         if request.name == ADMIN_TOKEN_NAME:
-            raise InvalidArgumentError(
-                f"{request.name!r} is the name of the token that the master makes: choose another"
-            )
+            raise InvalidArgumentError(f"{request.name!r} is the name of the token that the master makes: use another")
         if expired := tokens.remove_expired():
             self._driver.write_buffer.append(Entry(settings=expired))
         tokens.check_count()
