@@ -86,7 +86,7 @@ def damaged_setting_error(key: str, error: Exception) -> JournalError:
     """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of PARSE_ERRORS."""
     return JournalError(
         f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or run "
-        "`mgpu-master --data-dir DIR salvage`, which removes only that setting."
+        "`mgpu-master --data-dir DIR salvage`, which removes that setting and nothing else."
     )
 
 

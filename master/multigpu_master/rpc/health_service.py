@@ -82,7 +82,7 @@ class Health:
     @contextlib.contextmanager
     def _count(self, peer: str) -> Iterator[None]:
         """Counts the call while it is open. Raises ExhaustedError if too many calls are open."""
-        is_tcp = not peer.startswith("unix:")  # all connections of a Unix socket have the same peer
+        is_tcp = not peer.startswith("unix:")  # all connections of a Unix socket have one peer name
         if (is_tcp and self._calls[peer] >= CALLS_MAX) or self._calls.total() >= ALL_CALLS_MAX:
             raise ExhaustedError(
                 f"too many health calls are open: the limits are {CALLS_MAX} in one connection and {ALL_CALLS_MAX} in "

@@ -21,14 +21,14 @@ from multigpu_master.write_buffer import Done
 
 log = structlog.get_logger()
 
-INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAVAILABLE = 3, 7, 8, 14
+INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAVAILABLE = 3, 7, 8, 14  # gRPC's status codes
 REQUEST_ID_IN_USE = ev.Rejection(INVALID_ARGUMENT, "another caller's task has this request_id; use another request_id")
 
 Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
-    """Submits batches of tasks. While `stopping` is True, rejects every submit, even of known tasks."""
+    """Submits batches of tasks. While `stopping` is True, rejects all tasks, known ones included."""
 
     def __init__(self, driver: Driver, payload_bytes_max: int) -> None:
         self._driver = driver
@@ -44,9 +44,9 @@ class Intake:
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection.
         `peer`: the sender, which may refer to shared payloads.
 
-        `done` is called once, after this method has returned: with None when the journal has written the new durable
-        tasks, or with an error if it can't; if no task is new and durable, in the event loop's next iteration. An error
-        does not concern known tasks that the batch has joined. `done` None: the caller needs no such call.
+        Calls `done` once, after this method has returned: with None when the journal has written the new durable tasks,
+        or with an error if the journal can't write them. If there are none, the event loop calls done(None) in its next
+        iteration. An error does not concern known tasks that the batch has joined. `done` may be None.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)
@@ -101,9 +101,7 @@ class Intake:
         for r in request_ids:
             live = self._driver.core.ledger.requests.get(r)
             if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
-                replaces[r] = (
-                    live.task_id
-                )  # the journal writes this dead letter first; the entry of the new task deletes it
+                replaces[r] = live.task_id  # the journal writes this dead letter before the new task
         return replaces
 
     def _check_request_id(
@@ -120,9 +118,9 @@ class Intake:
 
 
 def _check_and_charge(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
-    """Returns why the caller may not submit these tasks. If it may, charges its rate and returns None."""
+    """Returns a rejection if the caller may not submit these tasks now. Otherwise charges its rate for them."""
     if not caller.may_use_queue(queue):
-        return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
+        return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for a token that is")
     if (delay_s := caller.charge(count, now)) is not None:
         return ev.Rejection(
             RESOURCE_EXHAUSTED, f"the token's limit is {caller.tasks_per_s:g} tasks a second; send fewer", delay_s
@@ -131,7 +129,9 @@ def _check_and_charge(caller: Token, queue: str, count: int, now: float) -> ev.R
 
 
 def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
-    """Fills an Outcome from the journal. Raises MemoryError if there is too little memory now."""
+    """Fills an Outcome from the journal, or with an error if the journal has lost or deleted the outcome. Raises
+    MemoryError if there is too little memory now.
+    """
     lost = stored.lost
     if stored.body is not None:
         try:
@@ -167,14 +167,14 @@ def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        if "alloc" in str(error):  # protobuf raises the same class for both
+        if "alloc" in str(error):  # protobuf also raises DecodeError if it gets no memory
             raise MemoryError(str(error)) from error
         raise
 
 
 def count_inputs(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
-    """Returns the number of tasks in the batches: in `inputs` and in columns. Returns at least the number of
-    batches. Does not look into the batches if there are more than `limit`.
+    """Returns the number of tasks in the batches (`inputs` plus columns), or of the batches if that is higher. If there
+    are more than `limit` batches, returns their number at once.
     """
     if len(batches) > limit:
         return len(batches)

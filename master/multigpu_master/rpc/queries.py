@@ -1,6 +1,6 @@
-"""Queries for tasks. The core has unsettled tasks, settled durable tasks until it learns that their outcomes are on
-disk, and settled ephemeral tasks for their result_ttl. The journal has the outcomes of durable tasks. If both have a
-task, answers show the core's state of the task.
+"""Queries for tasks. The core holds unsettled tasks, settled durable tasks until the journal has reported the commit of
+their outcomes, and settled ephemeral tasks for their result_ttl. The journal holds the outcomes of durable tasks. If
+both hold a task, its state in the core is valid.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from multigpu_master.wire.times import seconds_of, set_time
 
 T = TypeVar("T")
 
-# The error message for a task that neither the core nor the journal has.
+# Why a task is not found: the end of an error message.
 FORGOTTEN = "it was never submitted, or the master has forgotten it since"
 TASK_IDS_END = 1 << 62  # above all task_ids
 # A loop over tasks or batches holds the event loop for at most this time.
@@ -35,7 +35,7 @@ SLICE_S = 0.005
 
 
 def batched(items: list[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of at most `size`."""
+    """Splits the items into lists of at most `size` items."""
     return (items[at : at + size] for at in range(0, len(items), size))
 
 
@@ -50,8 +50,8 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
-    """Returns by queue the submit time of the oldest first task of its resource classes, in seconds since 1970. Tasks
-    that pause before an attempt do not count. Other calls run meanwhile.
+    """Returns the submit time of the oldest waiting task of each queue, in seconds since 1970. Looks only at the first
+    task of each resource class. A task that pauses before its next attempt does not count. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}
     async for resource_class in pausing(list(core.ledger.classes.by_key.values())):
@@ -62,7 +62,7 @@ async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float
 
 
 def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
-    """Whether the running call may see a task. If not, the answer must be as if the task did not exist."""
+    """Whether the current caller may see a task. If not, the call must answer as if the task did not exist."""
     queues = caller_queues()
     if queues is None or task is None:
         return True
@@ -70,8 +70,8 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 
 
 def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
-    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: until a gang's task
-    settles, the log is that of this rank.
+    """Returns a task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: while the
+    task is unsettled, the log is that of this rank of its gang.
     """
     message = task_message(task, driver.now())
     if whole and task.outcome_if_ephemeral is None:
@@ -82,7 +82,7 @@ def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task
             body = body.without_result()
         fill_from_core(message.outcome, body)
         if not whole:
-            _strip(message.outcome)
+            _clear_large_fields(message.outcome)
     return message
 
 
@@ -93,8 +93,8 @@ def _log_of(task: Task, rank: int) -> str:
 
 
 def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
-    """Fills the Outcome of a settled task of the core. The state is RESULT_MISSING if the result's file is lost. Raises
-    MemoryError or OSError if the result cannot be read now.
+    """Parses `body`, the outcome of a settled task of the core. If the result's file is lost, the state becomes
+    RESULT_MISSING. Raises MemoryError or OSError if the result cannot be read now.
     """
     try:
         whole = body if isinstance(body, bytes) else body.whole()
@@ -105,7 +105,7 @@ def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
 
 
 def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
-    """A task of the journal as clients see it, without the fields that only the core knew."""
+    """Returns a task of the journal as clients see it, without the fields that only the core knew."""
     message = task_pb2.Task(task_id=stored.task_id, request_id=stored.request_id, state=task_pb2.TASK_STATE_SETTLED)
     message.spec.kind, message.spec.model, message.spec.queue = stored.kind, stored.model, stored.queue
     set_time(message.submit_time, stored.submit_time_s)
@@ -113,44 +113,40 @@ def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
     message.attempts = message.outcome.attempts
     message.worker_id = message.outcome.worker_id
     if not whole:
-        _strip(message.outcome)
-        message.outcome.state = stored.state  # type: ignore[assignment]  # the body may be damaged: lists do not check its CRC
+        _clear_large_fields(message.outcome)
+        message.outcome.state = stored.state  # type: ignore[assignment]  # lists do not check the body's CRC
     return message
 
 
 def listed_tasks(rows: Sequence[StoredOutcome]) -> list[task_pb2.Task]:
-    """Tasks of the journal as lists show them. Called on a thread, because the bodies may be large."""
+    """Returns tasks of the journal without results. Call it on a thread, because the bodies may be large."""
     return [stored_task(row, whole=False) for row in rows]
 
 
 def ended_early(rows: Sequence[StoredOutcome]) -> bool:
-    """Whether the journal has ended a list because of the size of its bodies. Then more tasks may match."""
+    """Whether the journal ended this list at its size limit, so that more tasks may follow."""
     return sum([len(row.body or b"") for row in rows]) >= reads.LIST_BYTES
 
 
-def _strip(outcome: task_pb2.Outcome) -> None:
+def _clear_large_fields(outcome: task_pb2.Outcome) -> None:
     outcome.ClearField("result")
     outcome.ClearField("partials")
     outcome.ClearField("partial_content_types")
     outcome.ClearField("log")
-    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # without results, a missing result is not shown either
+    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # without results, do not report a lost result
         outcome.state = task_pb2.OUTCOME_STATE_SUCCEEDED
         outcome.ClearField("error")
 
 
 class Filter:
-    """A TaskFilter, for the core and the journal."""
+    """A TaskFilter message, parsed for the core and the journal."""
 
     def __init__(self, m: Any) -> None:
-        states = _known(m.states, task_pb2.TaskState)
+        states = _known_values(m.states, task_pb2.TaskState)
         if m.outcomes:
             states = {task_pb2.TASK_STATE_SETTLED}
-        self.outcomes = _known(m.outcomes, task_pb2.OutcomeState)
-        self.live_states = (
-            states - {task_pb2.TASK_STATE_SETTLED}
-            if states
-            else {task_pb2.TASK_STATE_QUEUED, task_pb2.TASK_STATE_LEASED}
-        )
+        self.outcomes = _known_values(m.outcomes, task_pb2.OutcomeState)
+        self.live_states = states - {task_pb2.TASK_STATE_SETTLED} if states else {1, 2}  # QUEUED, LEASED
         self.retrying = m.retrying
         if m.retrying:
             self.live_states &= {task_pb2.TASK_STATE_QUEUED}
@@ -190,7 +186,7 @@ class Filter:
 
 
 def _worker_ids(task: Task) -> list[str]:
-    """The workers to which the task is leased, or the worker that ended it."""
+    """Returns the workers that hold leases of the task, or else the worker in its outcome."""
     lease, outcome = task.lease, task.outcome
     if lease is None:
         return [] if outcome is None else [outcome.worker_id]
@@ -198,27 +194,27 @@ def _worker_ids(task: Task) -> list[str]:
 
 
 async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:
-    """A page of tasks."""
+    """Returns a page of tasks."""
     size = read_page_size(request.page_size)
-    edge = parse_page_token(request.page_token, "page_token")
-    matching, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
+    edge = parse_page_token(request.page_token, "page_token")  # the last task_id of the previous page, or 0
+    task_filter, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     cut = False
     blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or TASK_IDS_END)
     async for block in pausing(blocks):
-        for task in filter(matching.matches, block):
+        for task in filter(task_filter.matches, block):
             found[task.task_id] = lambda t=task: core_task(driver, t, whole=False)  # type: ignore[misc]
         if len(found) > size:
             break
-    if matching.settled:
+    if task_filter.settled:
         rows = await asyncio.to_thread(
-            driver.journal.list_outcomes, matching.for_journal(), edge, size + 1, oldest_first=oldest_first
+            driver.journal.list_outcomes, task_filter.for_journal(), edge, size + 1, oldest_first=oldest_first
         )
         for stored in await asyncio.to_thread(listed_tasks, rows):
             found.setdefault(stored.task_id, lambda m=stored: m)  # type: ignore[misc]
-        if cut := ended_early(rows):
+        if cut := ended_early(rows):  # leave tasks beyond the journal's last row to the next page
             last = rows[-1].task_id
-            found = {i: made for i, made in found.items() if (i <= last if oldest_first else i >= last)}
+            found = {i: make for i, make in found.items() if (i <= last if oldest_first else i >= last)}
     ids = sorted(found, reverse=not oldest_first)
     tasks = [found[i]() async for i in pausing(ids[:size])]
     response = task_service_pb2.ListResponse(tasks=[t for t in tasks if t.task_id])  # 0: the journal has rejected it
@@ -227,30 +223,30 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     return response
 
 
-def _known(values: Sequence[int], enum: Any) -> set[int]:
-    """Returns those `values` that the enum has. If it has none of them, returns {-1}, which matches no task. A request
+def _known_values(values: Sequence[int], enum: Any) -> set[int]:
+    """Returns the values that the enum has, or {-1}, which matches nothing, if it has none of them. A request
     may have half a million values.
     """
     return set(enum.values()).intersection(values) or ({-1} if values else set())
 
 
 async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
-    """The number of matching tasks, by state. Each task is counted once: in the core, or in the journal up to the
-    newest outcome whose task the core has forgotten. (A dead letter whose requeue is not written yet is counted in
-    both.)
+    """Returns the number of matching tasks by state. Counts the tasks in the core, and the journal's outcomes up to the
+    last one whose task the core had forgotten when the call began: so each task counts once. (Exception: a dead letter
+    whose requeue is not written yet counts twice.)
     """
-    matching = Filter(m)
+    task_filter = Filter(m)
     response = task_service_pb2.CountResponse()
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
     core_has_settled = len(core.ledger.tasks) > core.ledger.unsettled
     cursor_max = driver.write_buffer.last_cursor
-    if not m.ListFields() and matching.queues is None and not core_has_settled:
+    if not m.ListFields() and task_filter.queues is None and not core_has_settled:
         response.queued, response.leased = core.ledger.unsettled - core.ledger.leased, core.ledger.leased
-    elif matching.live_states or core_has_settled:
+    elif task_filter.live_states or core_has_settled:
         async for block in pausing(core.ledger.tasks.blocks()):
             for task in block:
-                if not task.task_id or not matching.matches(task):  # 0: the journal has rejected it meanwhile
+                if not task.task_id or not task_filter.matches(task):  # 0: rejected by the journal meanwhile
                     continue
                 if task.outcome_if_ephemeral is not None:
                     counts[task.outcome_if_ephemeral.state] += 1
@@ -258,8 +254,8 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
                     response.leased += 1
                 else:
                     response.queued += 1
-    if matching.settled and cursor_max:
-        counted = await asyncio.to_thread(driver.journal.count_outcomes, matching.for_journal(cursor_max))
+    if task_filter.settled and cursor_max:
+        counted = await asyncio.to_thread(driver.journal.count_outcomes, task_filter.for_journal(cursor_max))
         for state, n in counted.items():
             counts[OutcomeState(state)] += n
     for counted_state, n in counts.items():

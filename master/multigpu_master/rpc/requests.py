@@ -1,8 +1,8 @@
-"""Limits for reading and parsing requests, so that no request blocks the event loop for long; page sizes, page tokens
-and cursors.
+"""Reads and parses requests within limits, so that no request blocks the event loop for long; makes and parses page
+tokens and cursors.
 
-Parsing small fields blocks the event loop for about 60 ms per MiB, and a field of two bytes becomes an object of a
-hundred bytes. So `parse` first checks the size of a request, and counts the fields of a large one.
+Parsing many small fields blocks the event loop for about 60 ms per MiB, and turns a field of 2 bytes into an object of
+about 100 bytes. So `parse` first checks a request's size, and counts the fields of a large request.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from google.protobuf.message import DecodeError
 
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError
 
-# Limit of requests without payloads. Requests with payloads have the limit of all messages, MESSAGE_BYTES_MAX of
-# multigpu.daemon.grpc_server.
+# Size limit of requests without payloads. Requests with payloads have only the limit of all messages:
+# MESSAGE_BYTES_MAX of multigpu.daemon.grpc_server.
 REQUEST_BYTES_MAX = 2 << 20
 WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
 # Limit of fields in a request that is larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
 FIELDS_MAX = 500_000
 
-PAGE_PREFIX = "p."
-NAME_PREFIX = "after."  # of a page token, before the last name on the page
+PAGE_PREFIX = "p."  # a page token is p.NUMBER,
+NAME_PREFIX = "after."  # or after.NAME, with the last name on the page
 CURSOR_PREFIX = "w."  # a Watch cursor is w.INCARNATION.NUMBER
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 # Limits of requests that need no token. gRPC itself accepts 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.
 SMALL_BYTES_MAX = 4096
 SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
 
-VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
+VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # protobuf's wire types
 T = TypeVar("T")
 
 
@@ -54,25 +54,25 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
     """Whether the serialized message and the messages in it have more than `count_max` fields. In an invalid message,
-    counts the fields before the error, because a parser reads them, too.
+    counts only the fields before the error: a parser reads no others.
     """
     fields_left = count_max
     todo = [(0, len(data), descriptor)]
     while todo and fields_left >= 0:
         at, end, descriptor = todo.pop()
-        messages = _messages(descriptor)
+        messages = _message_fields(descriptor)
         try:
             while at < end and fields_left >= 0:
                 fields_left -= 1
                 tag = data[at]
-                if tag < 128:  # without a call: most varints have one byte
+                if tag < 128:  # most varints have one byte: save the call
                     at += 1
                 else:
                     tag, at = _varint(data, at)
-                kind = tag & 7
-                if kind == VARINT:
+                wire_type = tag & 7
+                if wire_type == VARINT:
                     _, at = _varint(data, at)
-                elif kind == BYTES:
+                elif wire_type == BYTES:
                     size = data[at]
                     if size < 128:
                         at += 1
@@ -81,9 +81,9 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
                     if (message := messages.get(tag >> 3)) is not None:
                         todo.append((at, at + size, message))
                     at += size
-                elif kind in (FIXED64, FIXED32):
-                    at += 8 if kind == FIXED64 else 4
-                elif kind not in (GROUP, GROUP_END):
+                elif wire_type in (FIXED64, FIXED32):
+                    at += 8 if wire_type == FIXED64 else 4
+                elif wire_type not in (GROUP, GROUP_END):
                     break
         except IndexError:
             pass
@@ -91,8 +91,8 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
 
 
 @cache
-def _messages(descriptor: Any) -> dict[int, Any]:
-    """The descriptors of the fields that are messages, by number."""
+def _message_fields(descriptor: Any) -> dict[int, Any]:
+    """Returns the descriptors of the fields that are messages, by field number."""
     return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
 
 
@@ -111,7 +111,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
-    """Returns the number in a page token, 0 if it is empty. Raises InvalidArgumentError if the token is not valid."""
+    """Returns the number in a page token, or 0 if it is empty. Raises InvalidArgumentError if it is not valid."""
     number = token.removeprefix(prefix)
     if token and (number == token or not number.isascii() or not number.isdigit() or len(number) > 18):
         raise InvalidArgumentError(f"this service did not issue the {name}")
@@ -119,8 +119,8 @@ def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
 
 
 def parse_name_token(token: str) -> str:
-    """Returns the last name of the page before, "" if the token is empty. Raises InvalidArgumentError if the token is
-    not valid.
+    """Returns the last name of the previous page, or "" if the token is empty. Raises InvalidArgumentError if the token
+    is not valid.
     """
     name = token.removeprefix(NAME_PREFIX)
     if token and name == token:
@@ -129,12 +129,12 @@ def parse_name_token(token: str) -> str:
 
 
 def make_page_token(number: int) -> str:
-    """An opaque page token."""
+    """Returns an opaque page token."""
     return f"{PAGE_PREFIX}{number}"
 
 
 def make_cursor(incarnation: str, number: int) -> str:
-    """An opaque Watch cursor."""
+    """Returns an opaque Watch cursor."""
     return f"{CURSOR_PREFIX}{incarnation}.{number}"
 
 
@@ -147,7 +147,7 @@ def parse_cursor(cursor: str) -> tuple[str, int]:
 
 
 def check_count(count: int, limit: int, items: str, advice: str = "") -> None:
-    """Raises InvalidArgumentError if there are too many items: to serve them in one call would delay other calls."""
+    """Raises InvalidArgumentError if there are too many items: serving them in one call would delay other calls."""
     if count > limit:
         raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed" + (f": {advice}" if advice else ""))
 
@@ -160,7 +160,7 @@ def read_page_size(size: int) -> int:
 
 
 def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
-    """The page that a List request asks for, and the token of the next page."""
+    """Returns the page that a List request asks for, and the token of the next page, or ""."""
     size, start = read_page_size(request.page_size), parse_page_token(request.page_token, "page_token")
     end = start + size
     return items[start:end], make_page_token(end) if end < len(items) else ""
@@ -172,7 +172,7 @@ def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
 async def read_small(context: Any) -> Any:
     """Reads a request that needs no token, or EOF. Rejects a request that is large or does not arrive with its call.
 
-    A call can make gRPC buffer at most what it receives in SMALL_CPU_S of the process's CPU time.
+    So gRPC buffers at most what it can receive of a request in SMALL_CPU_S of the process's CPU time.
     """
     reading = asyncio.ensure_future(context.read())
     cpu_end_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S
@@ -180,7 +180,7 @@ async def read_small(context: Any) -> Any:
         await asyncio.wait([reading], timeout=SMALL_POLL_S)
         while not reading.done():
             if time.process_time() > cpu_end_s or time.monotonic() > end_s:
-                text = "the request is large, or did not come with the call: send both at once, or try again"
+                text = "the request is large, or did not come with the call: send a small one at once, or try again"
                 raise ExhaustedError(text)
             await asyncio.wait([reading], timeout=SMALL_POLL_S)
     finally:
@@ -188,7 +188,7 @@ async def read_small(context: Any) -> Any:
     data = reading.result()
     if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
         text = (
-            f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: it only needs the name of a service"
+            f"the request has {len(data)} bytes; at most {SMALL_BYTES_MAX} are allowed: send only the name of a service"
         )
         raise InvalidArgumentError(text)
     return data

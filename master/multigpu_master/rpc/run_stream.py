@@ -23,26 +23,24 @@ from multigpu_master.write_buffer import DURABLE_S
 
 log = structlog.get_logger()
 
+CANCELLED, NOT_FOUND = 1, 5  # gRPC's status codes
 FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
-CANCELLED, NOT_FOUND = 1, 5  # gRPC status codes
-# Limits of one read of outcomes from the journal. The outcomes stay in memory until the client has read them.
+# Limits of one read from the journal. The outcomes stay in memory until the client has read them.
 READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
-# The master collects acceptances for this time, and sends them in one frame. Tasks that end sooner need no acceptance.
+# The stream sends the acceptances of this period in one frame. A task that ends sooner needs no acceptance.
 ACKNOWLEDGE_S = 0.05
-NOTHING_TO_CANCEL = ev.Rejection(
-    NOT_FOUND, "no unsettled task has this request_id: it has ended, or was never submitted"
-)
+NOTHING_TO_CANCEL = ev.Rejection(NOT_FOUND, "this request_id has no unsettled task: the task has ended, or is unknown")
 CANCELLED_ELSEWHERE = ev.Rejection(
-    CANCELLED, "it was cancelled or had already ended; its outcome goes to the stream that submitted it"
+    CANCELLED, "the task was cancelled or had already ended; its outcome goes to the stream that submitted it"
 )
 DETACHED = ev.Rejection(
     CANCELLED,
-    "not submitted by this client on a Run stream of this master: it is not cancelled (Cancel does that), and this "
-    "stream gets no outcome",
+    "this client did not submit the task on a Run stream of this master, so the task goes on, but this stream gets no "
+    "outcome; call Cancel to cancel the task",
 )
 NOT_KNOWN = ev.Rejection(NOT_FOUND, f"no task has this request_id: {queries.FORGOTTEN}")
 CLIENT_ID_BYTES_MAX = 64
-QUEUE_RESTRICTED = "a token for certain queues cannot share payload files: leave payload_key out to send and get bytes"
+QUEUE_RESTRICTED = "a token for certain queues cannot share payload files: omit payload_key to send payloads inline"
 
 
 class RunStream:
@@ -56,7 +54,7 @@ class RunStream:
         self._outbox = outbox
         self._outcomes_only = False
         self._to_accept: list[Task] = []  # tasks whose acceptances must be sent
-        self._ended: list[SettledTask | Task] = []  # tasks of this frame that ended before the frame came
+        self._ended: list[SettledTask | Task] = []  # tasks of this frame that had ended when the frame came
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
@@ -143,7 +141,7 @@ class RunStream:
         self._to_accept.clear()
 
     def _send_partials(self, task: Task, received: int) -> None:
-        """Sends the stored partial outputs from number `received` on, even if the stream has had some of them."""
+        """Sends the task's stored partial outputs from index `received` on. The stream may have sent some before."""
         extra = task.extra
         assert extra is not None, "it has partial outputs"
         for index in range(received, len(extra.partials)):
@@ -164,7 +162,7 @@ class RunStream:
                 await self._outbox.wait_below(self._half_full_bytes)
                 waited = True
             task: Task | SettledTask | None = core.ledger.requests.get(request_id) or known.get(request_id)
-            if task is None and waited:  # the task may have ended meanwhile
+            if task is None and waited:  # the task may have ended during the wait
                 task = self._driver.find_settled([request_id]).get(request_id)
             if task is None or not queries.may_see(task):
                 self._reject(NOT_KNOWN, request_id)
@@ -200,16 +198,16 @@ class RunStream:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
                 to_reject.append((request_id, task))
-        answer = CANCELLED_ELSEWHERE
-        others = [task for _, task in to_reject if task is not None]
+        rejection = CANCELLED_ELSEWHERE
+        elsewhere = [task for _, task in to_reject if task is not None]
         try:
             await self._driver.cancel(tasks, withdrawn=True)
-            if others and not await self._driver.wait_cancellations(others, DURABLE_S):
-                answer = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
-        except JournalFullError as error:  # no rejection for `tasks`: their outcomes come when they end
-            answer = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
+            if elsewhere and not await self._driver.wait_cancellations(elsewhere, DURABLE_S):
+                rejection = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+        except JournalFullError as error:  # the stream's own tasks need no rejection: their outcomes come when they end
+            rejection = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
         for request_id, task in to_reject:
-            self._reject(NOTHING_TO_CANCEL if task is None else answer, request_id)
+            self._reject(NOTHING_TO_CANCEL if task is None else rejection, request_id)
 
     # --- outcomes of known tasks -------------------------------------------------------------------------------------
 

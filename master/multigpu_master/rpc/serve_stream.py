@@ -21,13 +21,13 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises CallError after `abort`."""
+    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises the error of `abort`."""
 
     async def write_frames() -> None:
         while (frame := await outbox.next()) is not None:
             try:
                 data = serialize(frame)
-            except Exception as error:  # noqa: BLE001  without its frame the peer would wait for ever
+            except Exception as error:  # noqa: BLE001  the peer would wait for this frame for ever
                 outbox.abort(call_error(error, "a stream"))
                 return
             await context.write(data)

@@ -1,7 +1,7 @@
 """Registers services on the server: authentication, audit, parsing and error handling of every call.
 
-Every method is registered with a stream of requests, because gRPC then reads no request by itself: a request may have
-64 MiB, and is read only after the token has been checked. Interceptors of grpc.aio cannot do this, see decision 17.
+Every method is registered with a stream of requests, because gRPC then reads no request by itself. A request may have
+64 MiB, so it is read only after the token check. Interceptors of grpc.aio cannot do this, see decision 17.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-# Their import adds the messages of payloads to the pool that reflection reads.
+# These imports add the payload messages to the descriptor pool, from which reflection serves message types.
 from multigpu.v1 import classify_pb2, embed_pb2, generate_pb2, infer_pb2, rerank_pb2  # noqa: F401
 
 from multigpu_master.errors import InvalidArgumentError, call_error
@@ -45,7 +45,7 @@ def add_service(
     for method in descriptor.methods:
         name, request_type = f"{descriptor.name}/{method.name}", GetMessageClass(method.input_type)
         serve = _with_request_parsed(getattr(servicer, method.name), None if method.client_streaming else request_type)
-        # The audit runs after authentication: rejected calls must not fill the audit log.
+        # Inside authentication: rejected calls must not fill the audit log.
         serve = serve if audit is None else audit.wrap(serve, name, functools.partial(parse, request_type))
         serve = serve if method.client_streaming else _with_request_read(serve, name, read)
         serve = serve if auth is None else auth.with_checks(serve, name)
@@ -62,7 +62,7 @@ class Reflection:
     DESCRIPTOR: ServiceDescriptor = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names`: of the other services."""
+        """`names`: the full names of the other services."""
         self._servicer = reflection.aio.ReflectionServicer((*names, reflection.SERVICE_NAME))
 
     async def ServerReflectionInfo(self, context: Any) -> None:  # noqa: N802  gRPC's name
@@ -75,7 +75,7 @@ class Reflection:
 
 
 def _with_request_read(serve: Serve, name: str, read: Read | None) -> Serve:
-    """Reads the one request from the stream."""
+    """Wraps `serve`: reads the one request of the call, and passes its bytes on."""
 
     async def reading(_requests: object, context: Any) -> Any:
         data = await (context.read() if read is None else read(context))
@@ -87,7 +87,7 @@ def _with_request_read(serve: Serve, name: str, read: Read | None) -> Serve:
 
 
 def _with_request_parsed(implementation: Callable[..., Awaitable[Any]], request_type: Any | None) -> Serve:
-    """Parses the request. `request_type`: None for a stream of requests, which the implementation reads itself."""
+    """Wraps a method: parses its request. `request_type`: None for a method that reads a stream of requests itself."""
 
     async def serving(data: bytes, context: Any) -> Any:
         if request_type is None:
@@ -98,7 +98,7 @@ def _with_request_parsed(implementation: Callable[..., Awaitable[Any]], request_
 
 
 def _errors_to_status(serve: Serve, name: str) -> Serve:
-    """Ends the call with a status if it raises an exception."""
+    """Wraps `serve`: if it raises an exception, ends the call with a status."""
 
     async def ending_with_status(request: Any, context: Any) -> Any:
         try:

@@ -34,10 +34,10 @@ from multigpu_master.write_buffer import DURABLE_S, set_result_of
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024
 WAIT_MAX_S = 3600.0
-# If a task is younger than this, Get waits until it is written. Otherwise a restart of the master could forget a task
-# that Get has returned.
+# If a task is younger than this, Get waits until the journal has written it. Otherwise a restart of the master could
+# lose a task that Get has returned.
 YOUNG_S = 2.0
-COMMIT_S = 1.0  # Get waits at most this long, or `wait` if that is longer, until an outcome is written
+COMMIT_S = 1.0  # Get waits at most this time, or `wait` if longer, until the outcome of an ended task is written
 FOREIGN_CURSOR = (
     "the cursor is from another journal, or newer than the backup from which this journal was restored; "
     "begin with an empty cursor, which gives the oldest stored outcome"
@@ -85,8 +85,8 @@ class TaskService:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
-                # If the new tasks can't be written, a task that the batch has joined goes on. But if that task has
-                # ended, its outcome may not be written either: the response does not report the task as accepted.
+                # If the journal can't write the new tasks, a known task that the batch joined goes on. But if the known
+                # task has ended, its outcome may not be written either: do not report it as accepted.
                 lost = isinstance(answer, Task) and error is not None and answer.outcome is not None
                 if lost or (isinstance(answer, Task) and not answer.task_id):
                     answer = DISK_FULL  # noqa: PLW2901  its write failed
@@ -121,23 +121,23 @@ class TaskService:
         queues = caller_queues()
         if request.from_now and request.cursor:
             raise InvalidArgumentError("from_now goes with an empty cursor only")
-        name, after = parse_cursor(request.cursor)
+        incarnation, after = parse_cursor(request.cursor)
         oldest = await asyncio.to_thread(journal.oldest_cursor)
         last = await asyncio.to_thread(journal.newest_cursor)
         if request.from_now:
             after = last
         elif not request.cursor:
             after = oldest - 1
-        elif after >= incarnations.cursors_end(name) or after > last:
+        elif after >= incarnations.cursors_end(incarnation) or after > last:
             raise CallError(FOREIGN_CURSOR, grpc.StatusCode.OUT_OF_RANGE)
         elif after < journal.removed_cursor:
             raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
-        removed = journal.removed_cursor  # outcomes removed before this call do not end it
+        removed_before = journal.removed_cursor  # earlier removals do not end this Watch
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = changes.commits
             rows = await asyncio.to_thread(journal.read_outcomes, after, READ_OUTCOMES, READ_BYTES)
-            if after < journal.removed_cursor > removed:  # the caller reads more slowly than outcomes expire
+            if after < journal.removed_cursor > removed_before:  # the caller reads more slowly than outcomes expire
                 raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
             if not rows:
                 await committed.wait()
@@ -162,14 +162,14 @@ class TaskService:
             if not found.task_id:  # the journal has rejected it
                 found = None
             elif found.spec.durable and self._driver.core.ledger.tasks.get(found.task_id) is not found:
-                found = await self._find(task_service_pb2.GetRequest(task_id=found.task_id))  # it has ended meanwhile
+                found = await self._find(task_service_pb2.GetRequest(task_id=found.task_id))  # the task has ended
         if isinstance(found, Task) and found.outcome_if_ephemeral is None:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
             task_id, durable = found.task_id, found.spec.durable
-            if found.outcome is not None:  # not on the disk yet, but its client may have got it from Run
+            if found.outcome is not None:  # not final yet, but its client may have got the outcome from Run
                 wait_s = max(wait_s, COMMIT_S)
             await self._driver.wait_settled(task_id, max(0.0, wait_s))
-            if durable:  # by task_id: another task may have the request_id of a withdrawn task by now
+            if durable:  # by task_id: after a withdrawal, a newer task may have the request_id
                 found = await self._find(task_service_pb2.GetRequest(task_id=task_id))
         if found is None:
             name = request.request_id or request.task_id
@@ -221,9 +221,9 @@ class TaskService:
         check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel", "send several")
         core = self._driver.core
         response = task_service_pb2.CancelResponse()
-        live: dict[int, tuple[str, Task]] = {}  # by task_id: the name in the request, the unsettled task
+        live: dict[int, tuple[str, Task]] = {}  # unsettled tasks by task_id, with their names in the request
         settled: list[Task] = []
-        not_in_core: list[tuple[str, int | str]] = []  # (name in the request, key)
+        not_in_core: list[tuple[str, int | str]] = []  # (name in the request, task_id or request_id)
         for name, task, key in [(str(i), core.ledger.tasks.get(i), i) for i in request.task_ids] + [
             (r, core.ledger.requests.get(r), r) for r in request.request_ids
         ]:
@@ -249,20 +249,20 @@ class TaskService:
             if task.outcome is not None:
                 response.settled_task_ids.append(task.task_id)
                 settled.append(task)
-            else:  # the journal has rejected it meanwhile
+            else:  # the journal has rejected the task meanwhile
                 response.unknown.append(name)
         settled += cancelled
         if not await self._driver.wait_cancellations(settled, DURABLE_S):
             raise ExhaustedError(NOT_DURABLE)
         if not_in_core:
             # to_thread copies the contextvars, from which may_see gets the caller.
-            stored = await asyncio.to_thread(self._stored, [key for _, key in not_in_core])
+            stored = await asyncio.to_thread(self._stored_task_ids, [key for _, key in not_in_core])
             response.settled_task_ids.extend(stored[key] for _, key in not_in_core if key in stored)
             response.unknown.extend(name for name, key in not_in_core if key not in stored)
         return response
 
-    def _stored(self, keys: list[int | str]) -> dict[int | str, int]:
-        """Returns by key, a task_id or a request_id, the task_ids of settled tasks that the caller may see."""
+    def _stored_task_ids(self, keys: list[int | str]) -> dict[int | str, int]:
+        """Returns by key (task_id or request_id) the task_ids of the settled tasks that the caller may see."""
         journal = self._driver.journal
         found: dict[int | str, int] = {
             r: s.task_id

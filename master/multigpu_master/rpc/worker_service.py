@@ -34,19 +34,19 @@ from multigpu_master.wire.workers import check_hello_size, heartbeat, worker_inf
 from multigpu_master.worker_streams import SessionFrame, SessionOutbox
 
 PROTOCOL_VERSION = 2
-# The master acknowledges results received by reference after this many, or after the worker's next heartbeat.
+# The master acknowledges results received by reference once there are this many, or at the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Limit on leases in one frame: 2 * min(window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX. A hello also lists recently
+# A frame names at most 2 * min(window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX leases: a hello also lists recently
 # reported leases.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
-    "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
-    "host lost power, that session ends within session_timeout_s"
+    "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If the "
+    "other's host lost power, the other session ends within session_timeout_s"
 )
-PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
-# The master reads no frames of a worker to which more bytes wait to be sent than UNSENT_BYTES plus twice its window (at
-# most UNSENT_WINDOWS_BYTES_MAX); so a worker that reads nothing times out. Otherwise the unsent bytes would grow: a
-# heartbeat may cause revocations that have more bytes than the heartbeat.
+PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100  # length of hello.process; rejections that GetStats lists
+# While more bytes wait to be sent to a worker than UNSENT_BYTES plus twice its window (at most
+# UNSENT_WINDOWS_BYTES_MAX), the master reads no frames from the worker, because a heartbeat may cause revocations that
+# are larger than the heartbeat. So the session of a worker that reads nothing times out.
 UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
 LEASES_IN_FRAME = "leases in one frame of a worker's session"
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ class WorkerService:
             await self._serve(first, context)
         except (CallError, InvalidMessageError) as error:
             failure = call_error(error, "Session")
-            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # these end a valid session
+            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # they end valid sessions
                 worker_id, rejections = escaped(first.hello.worker_id)[:NAME_BYTES_MAX], self._driver.workers.rejections
                 seen = {"worker_id": worker_id, "peer": context.peer(), "reason": str(failure)}
                 log.warning("worker rejected", pid=first.hello.pid, **seen)
@@ -119,13 +119,13 @@ class WorkerService:
                 await reader.read(parse(worker_service_pb2.SessionRequest, data))
                 await outbox.wait_below(unsent_max)
 
-            last = 0
+            last_number = 0
             unsent_max = UNSENT_BYTES + min(2 * info.window_bytes, UNSENT_WINDOWS_BYTES_MAX)
 
             def serialize(frame: SessionFrame) -> bytes:
-                """A frame without leases repeats the number of the last frame with leases."""
-                nonlocal last
-                last = frame.message.frame = max(last, frame.message.frame)
+                """Serializes a frame. A frame without leases gets the number of the last frame with leases."""
+                nonlocal last_number
+                last_number = frame.message.frame = max(last_number, frame.message.frame)
                 return frame.serialize()
 
             await serve_stream(context, outbox, on_message, serialize)
@@ -133,7 +133,7 @@ class WorkerService:
             self._driver.workers.close(session)
 
     def _check_hello(self, first: Any) -> WorkerInfo:
-        """The worker's description. Raises CallError or InvalidMessageError if the worker may not join."""
+        """Returns the worker's description. Raises CallError or InvalidMessageError if the worker may not join."""
         hello = first.hello
         if not first.HasField("hello"):
             raise PreconditionError("the first frame of a session must carry hello")
@@ -170,7 +170,7 @@ class SessionReader:
         self._driver = driver
         self._session = session
         self._outbox = outbox
-        self._results_taken = self._results_acknowledged = 0
+        self._results_taken = self._results_acknowledged = 0  # counts of results received by reference
 
     async def read(self, frame: Any) -> None:
         handle, session = self._driver.handle, self._session
@@ -179,8 +179,8 @@ class SessionReader:
         if frame.partials:
             handle(ev.Partials(session, partial_outputs(frame.partials)))
         await self._read_reports(frame.report_batches)
-        # A worker keeps the files of results until the master acknowledges them. Nothing else waits for that, so it may
-        # come late.
+        # A worker keeps the files of results until the master acknowledges the results. Nothing else waits for an
+        # acknowledgement, so it may come late.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._results_taken

@@ -236,8 +236,8 @@ JOURNAL = (
     ),
     Mutation(
         "a task that settles during the call is counted twice",
-        "matching.for_journal(cursor_max))",
-        "matching.for_journal())",
+        "task_filter.for_journal(cursor_max))",
+        "task_filter.for_journal())",
         module="multigpu_master.rpc.queries",
         checker="pytest",
     ),

@@ -19,12 +19,12 @@ from multigpu_master.write_buffer import DURABLE_S
 
 LETTERS_MAX = 10_000  # dead letters that one request can name
 QUEUE_LETTERS_MAX = 1000  # dead letters in one page of a queue
-REQUEUED_AT_ONCE = 16  # dead letters; few, because their payloads are in memory meanwhile
+BATCH = 16  # dead letters requeued together; few, because all their payloads are in memory at that time
 REPLACED = (
     "task {task_id} has the same request_id {request_id!r} and was submitted later, so this task must not run again; "
     "delete this dead letter"
 )
-# By google.rpc.Code, as in a Rejection.
+# gRPC's status codes by number, because Rejection.code is a number.
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -51,22 +51,21 @@ class DeadLetterCalls:
         ids, token = await self._requested_ids(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         rejected: list[tuple[int, ev.Rejection]] = []
-        for batch in queries.batched(ids, REQUEUED_AT_ONCE):
+        for batch in queries.batched(ids, BATCH):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
-            # Dead letters that another call handles now are reported as unknown.
-            claimed = {task_id for task_id in batch if task_id not in self._busy_dead_letters}
-            self._busy_dead_letters |= claimed
+            # The response lists the dead letters that another call handles now as unknown.
+            claimed = [task_id for task_id in batch if task_id not in self._busy_dead_letters]
+            self._busy_dead_letters.update(claimed)
             try:
                 # Wait for all requeues, even if one fails: only then may other calls handle these dead letters. (If the
-                # caller goes away, this call continues: audit.py.)
-                claimed_ids = [task_id for task_id in batch if task_id in claimed]
-                answers = await asyncio.gather(*map(self._requeue, claimed_ids), return_exceptions=True)
+                # client cancels this call, the call runs to its end: audit.py.)
+                answers = await asyncio.gather(*map(self._requeue, claimed), return_exceptions=True)
             finally:
-                self._busy_dead_letters -= claimed
-            answer_by_id = dict(zip(claimed_ids, answers, strict=True))
-            response.unknown_task_ids.extend(task_id for task_id in batch if answer_by_id.get(task_id) is None)
+                self._busy_dead_letters.difference_update(claimed)
+            answer_of = dict(zip(claimed, answers, strict=True))
+            response.unknown_task_ids.extend(task_id for task_id in batch if answer_of.get(task_id) is None)
             response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
-            for task_id, answer in answer_by_id.items():
+            for task_id, answer in answer_of.items():
                 if isinstance(answer, BaseException):
                     raise answer
                 if isinstance(answer, ev.Rejection):
@@ -74,8 +73,8 @@ class DeadLetterCalls:
         if rejected:
             task_id, first = rejected[0]
             raise CallError(
-                f"requeued {len(response.task_ids)} of {len(ids)} dead letters; {len(rejected)} were rejected, and are "
-                f"still dead letters: dead letter {task_id}: {first.message}",
+                f"requeued {len(response.task_ids)} of {len(ids)} dead letters; {len(rejected)} were rejected, and "
+                f"remain dead letters. The first of these is {task_id}: {first.message}",
                 STATUS_CODES[first.code],
             )
         return response
@@ -85,18 +84,16 @@ class DeadLetterCalls:
         claimed = {task_id for task_id in ids if task_id not in self._busy_dead_letters}
         self._busy_dead_letters |= claimed
         try:
-            known = await asyncio.to_thread(self._driver.journal.existing_dead_letters, claimed)
-            if known:
-                await save(self._driver, {}, sorted(known))
+            existing = await asyncio.to_thread(self._driver.journal.existing_dead_letters, claimed)
+            if existing:
+                await save(self._driver, {}, sorted(existing))
         finally:
             self._busy_dead_letters -= claimed
-        unknown = [task_id for task_id in ids if task_id not in known]
-        return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
+        unknown = [task_id for task_id in ids if task_id not in existing]
+        return pb.DeleteDeadLettersResponse(deleted=len(existing), unknown_task_ids=unknown, next_page_token=token)
 
     async def _requested_ids(self, request: Any) -> tuple[list[int], str]:
-        """The ids in the request, or else those of one page of the queue's dead letters; and the next page's token, or
-        "" after the last page.
-        """
+        """Returns the ids in the request, or else those of one page of the queue; and the next page's token, or ""."""
         check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call", "make several")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
@@ -109,8 +106,8 @@ class DeadLetterCalls:
         return ids, make_page_token(ids[-1]) if len(found) > len(ids) else ""
 
     async def _requeue(self, task_id: int) -> Task | ev.Rejection | None:
-        """Submits the task of a dead letter. The same transaction of the journal deletes the dead letter. None: there
-        is no such dead letter.
+        """Submits the task of a dead letter again; the journal deletes the dead letter in the same transaction. Returns
+        None if there is no such dead letter.
         """
         try:
             letters = await asyncio.to_thread(self._driver.journal.get_dead_letters, [task_id])
@@ -119,17 +116,17 @@ class DeadLetterCalls:
         if not letters:
             return None
         (letter,) = letters
-        # The journal's readers find a dead letter before the core hears of the commit. Wait until the core has
-        # forgotten the task.
+        # A query of the journal finds a new dead letter before the core handles its commit. Wait until the core has
+        # removed the task.
         driver, request_id = self._driver, letter.request_id
         while letter.task_id in driver.core.ledger.tasks:
             await driver.wait_settled(letter.task_id, DURABLE_S)
         live = driver.core.ledger.requests.get(request_id)
         if live is not None and live.outcome is not None and live.outcome.withdrawn:
             live = None
-        known = live or driver.find_settled([request_id]).get(request_id)
-        if known is not None and known.task_id != letter.task_id:
-            return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=known.task_id))
+        newest = live or driver.find_settled([request_id]).get(request_id)
+        if newest is not None and newest.task_id != letter.task_id:
+            return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=newest.task_id))
         spec = driver.specs.restore(letter.spec)
         task = Task(spec, request_id, letter.payload, letter.partition_key, letter.units)
         task.task_id = letter.task_id

@@ -16,7 +16,7 @@ from multigpu_master.rpc.queries import pausing
 from multigpu_master.rpc.requests import check_count, page_of
 from multigpu_master.wire.models import resident_message
 
-WORKERS_MAX = 1000
+WORKERS_MAX = 1000  # workers that one call can name
 
 
 class ModelCalls:
@@ -25,7 +25,7 @@ class ModelCalls:
     _driver: Driver
 
     async def ListModels(self, request: Any, _context: Any) -> pb.ListModelsResponse:
-        entries, token = page_of(await _entries(self._driver.core.fleet.workers.values(), request.name), request)
+        entries, token = page_of(await _model_entries(self._driver.core.fleet.workers.values(), request.name), request)
         return pb.ListModelsResponse(models=entries, next_page_token=token)
 
     async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
@@ -45,13 +45,13 @@ class ModelCalls:
 
     async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
         workers = self._workers(request.worker_ids)
-        known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.operator_pins)]
-        if not any(is_version(m, request.model) for m in known):
+        names = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.operator_pins)]
+        if not any(is_version(m, request.model) for m in names):
             where = "on these workers" if request.worker_ids else "on any worker"
             raise NotFoundError(
                 f"no model {request.model!r} is offered, loaded or pinned {where}; `mgpuctl models list` shows all"
             )
-        holders = [w for w in workers if _has_model(w, request.model)]
+        holders = [w for w in workers if _holds(w, request.model)]
         await self._handle([ev.UnloadModel(w.worker_id, request.model) for w in holders])
         return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
@@ -76,7 +76,7 @@ class ModelCalls:
         async for event in pausing(events):
             if event.worker_id in workers:  # the fleet has not forgotten it meanwhile
                 self._driver.handle(event)
-        await save(self._driver, {})  # each event has appended its worker's setting to the journal's entries
+        await save(self._driver, {})  # the journal writes in order, and the events have appended the settings
 
 
 def _can_load(worker: Worker, name: str) -> bool:
@@ -85,7 +85,7 @@ def _can_load(worker: Worker, name: str) -> bool:
 
 
 def _best_worker(workers: Iterable[Worker], name: str) -> Worker:
-    """Returns the best worker on which to pin a model; if the model fits on no worker, the first that offers it.
+    """Returns the best worker on which to pin a model; if the model fits on none, the first worker that offers it.
     Raises NotFoundError if no connected worker offers it.
     """
     offering = [w for w in workers if _can_load(w, name)]
@@ -126,7 +126,7 @@ def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     return model in residency.operator_pinned_ids(), worker.accepting, residency.placed(model), room
 
 
-def _has_model(worker: Worker, name: str) -> bool:
+def _holds(worker: Worker, name: str) -> bool:
     """Whether a worker has a model of this name or id loaded, pinned, or about to be loaded."""
     residency = worker.residency
     held = (
@@ -139,10 +139,10 @@ def _has_model(worker: Worker, name: str) -> bool:
     return any(is_version(m, name) for m in held)
 
 
-async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
-    """The models that workers offer, sorted by id (name and version). `name`: only models of that name; "": all. A
-    model has one entry for all workers that offer the same files. The values are those of one of these workers, but the
-    digest may be from another.
+async def _model_entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
+    """Returns the models that workers offer, sorted by id (name and version). `name`: only models with that name; "":
+    all. Workers that offer the same files of a model share one entry. An entry has the values of one of its workers;
+    the digest may come from another worker.
     """
     groups: dict[str, list[pb.ModelEntry]] = {}
     async for worker in pausing(sorted(workers, key=lambda w: w.worker_id)):
@@ -157,7 +157,7 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
                 entry = pb.ModelEntry(model=message)
                 variants.append(entry)
             elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
-                # Show what this worker reports: the model takes more memory there, or the digest is known.
+                # Show this worker's values: the model takes more memory there, or only this worker has a digest.
                 digest = message.digest or entry.model.digest
                 entry.model.CopyFrom(message)
                 entry.model.digest = digest
@@ -169,7 +169,7 @@ async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
 
 def _same_files(one: model_pb2.Model, other: model_pb2.Model) -> bool:
     """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, whether it is
-    the current version, and its engine, once both have loaded it. An unknown digest equals every digest.
+    the current version, and its engine, once both have loaded it. An empty digest equals any digest.
     """
     digests = {d for d in (one.digest, other.digest) if d}
     engines = {model.engine for model in (one, other) if model.facts}  # a worker has no facts before it loads the model

@@ -1,4 +1,4 @@
-"""Settings saved by administrative calls."""
+"""Saves what administrative calls change."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,4 +11,4 @@ async def save(driver: Driver, settings: Mapping[str, bytes | None], deleted_dea
     try:
         await driver.write_buffer.save(dict(settings), deleted_dead_letters)
     except JournalError as error:
-        raise ExhaustedError(f"done, but it may not survive a restart of the master: {error}") from None
+        raise ExhaustedError(f"the change was made, but may not survive a restart of the master: {error}") from None

@@ -29,12 +29,12 @@ from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
 from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable, check_size
 from multigpu_master.wire.workers import worker_message
 
-# WatchWorkers sends changes at most this often, and at most this many workers in one message.
+# WatchWorkers: the pause between two rounds of changes, and the most workers in one message.
 WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
-# A page ends after the worker that exceeds this. A worker's description takes up to 256 KiB.
+# A page of ListWorkers ends once its workers exceed this size. One worker takes up to 256 KiB.
 PAGE_BYTES = 4 << 20
-# The period of GetUsage, unless the call gives one.
+# GetUsage begins this long before its end, unless the call gives a begin_time.
 USAGE_S = 86_400.0
 _USAGE_FIELDS = {
     pb.USAGE_KEY_QUEUE: "queue", pb.USAGE_KEY_SUBMITTER: "submitter",
@@ -92,7 +92,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                         await context.write(response)  # other calls run meanwhile
                         response = pb.WatchWorkersResponse()
             await context.write(response)
-            # Every heartbeat is a change: the changes of a large fleet are sent together.
+            # Every heartbeat is a change. During this pause, the changes of a large fleet collect for the next round.
             await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
@@ -186,9 +186,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
         page, token = page_of(sorted(found if queues is None else queues & found), request)
         oldest_s = await queries.oldest_submits(self._core, page)
-        return pb.ListQueuesResponse(queues=[self._queue(n, oldest_s) for n in page], next_page_token=token)
+        return pb.ListQueuesResponse(queues=[self._queue_message(n, oldest_s) for n in page], next_page_token=token)
 
-    def _queue(self, name: str, oldest_s: dict[str, float]) -> pb.Queue:
+    def _queue_message(self, name: str, oldest_s: dict[str, float]) -> pb.Queue:
         queue = self._core.ledger.queues.get(name) or Queue(name)
         message = pb.Queue(
             queue=name,
@@ -219,7 +219,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         self._check_queue_allowed(event.queue)
         self._driver.handle(event)
         await save(self._driver, queue_setting(self._core.ledger.queue(event.queue)))
-        return self._queue(event.queue, await queries.oldest_submits(self._core, [event.queue]))
+        return self._queue_message(event.queue, await queries.oldest_submits(self._core, [event.queue]))
 
     def _check_queue_allowed(self, name: str) -> None:
         """Raises InvalidMessageError if the name is not allowed, and ExhaustedError if there are too many queues."""
@@ -234,9 +234,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def ResetBreaker(self, request: Any, _context: Any) -> pb.ResetBreakerResponse:
         self._driver.handle(ev.ResetBreaker())
         await save(self._driver, breaker_setting(self._core.quarantine.breaker.tripped_s))
-        return pb.ResetBreakerResponse(breaker=self._breaker())
+        return pb.ResetBreakerResponse(breaker=self._breaker_message())
 
-    def _breaker(self) -> pb.Breaker:
+    def _breaker_message(self) -> pb.Breaker:
         quarantine, now = self._core.quarantine, self._driver.now()
         breaker = quarantine.breaker
         message = pb.Breaker(
@@ -268,9 +268,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
             ),
-            breaker=self._breaker(),
+            breaker=self._breaker_message(),
             worker_rejections=self._driver.workers.rejections.values(),
-            # Last: the count above takes time.
+            # Read last, because count_outcomes takes time.
             server_time=timestamp(time.time()),
         )
 

@@ -13,8 +13,8 @@ from multigpu_master.security.setup import ADMIN_TOKEN_NAME
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens
 from multigpu_master.wire.times import seconds_of, set_time
 
-_ROLES = {pb.ROLE_SUBMIT: SUBMIT, pb.ROLE_READ: READ, pb.ROLE_WORKER: WORKER, pb.ROLE_ADMIN: ADMIN}
-_ROLE_NUMBERS = {name: number for number, name in _ROLES.items()}
+_ROLE_NAMES = {pb.ROLE_SUBMIT: SUBMIT, pb.ROLE_READ: READ, pb.ROLE_WORKER: WORKER, pb.ROLE_ADMIN: ADMIN}
+_ROLE_NUMBERS = {name: number for number, name in _ROLE_NAMES.items()}
 NO_TOKENS = "this master runs without tokens, and every caller may do everything: start it with --require-tokens"
 
 
@@ -25,18 +25,16 @@ class TokenCalls:
     _auth: Auth | None
 
     async def CreateToken(self, request: Any, _context: Any) -> pb.CreateTokenResponse:
-        _, tokens = self._tokens()
+        _, tokens = self._auth_and_tokens()
         if request.name == ADMIN_TOKEN_NAME:
-            raise InvalidArgumentError(
-                f"{request.name!r} is the name of the token that the master makes: choose another name"
-            )
+            raise InvalidArgumentError(f"{request.name!r} is the name of the token that the master makes: use another")
         if expired := tokens.remove_expired():
             self._driver.write_buffer.append(Entry(settings=expired))
         tokens.check_count()
         try:
             token, secret = tokens.make(
                 request.name,
-                [_ROLES.get(r, str(r)) for r in request.roles],
+                [_ROLE_NAMES.get(r, str(r)) for r in request.roles],
                 request.queues,
                 request.worker_ids,
                 ttl_s=seconds_of(request.ttl) if request.HasField("ttl") else None,
@@ -48,24 +46,24 @@ class TokenCalls:
         try:
             await self._driver.write_buffer.save(token.setting())
         except JournalError as error:
-            # `save` may have timed out, and the journal can still write the setting: delete it then (None deletes).
+            # After a timeout of `save`, the journal may still write the setting. The next entry deletes the setting.
             self._driver.write_buffer.append(Entry(settings=dict.fromkeys(token.setting())))
             raise ExhaustedError(f"no token was made: {error}") from None
         tokens.add(token)
-        return pb.CreateTokenResponse(token=_token_message(token), secret=secret)
+        return pb.CreateTokenResponse(token=_message(token), secret=secret)
 
     async def ListTokens(self, request: Any, _context: Any) -> pb.ListTokensResponse:
-        _, tokens = self._tokens()
+        _, tokens = self._auth_and_tokens()
         valid, page_token = page_of(tokens.valid(), request)
-        return pb.ListTokensResponse(tokens=[_token_message(t) for t in valid], next_page_token=page_token)
+        return pb.ListTokensResponse(tokens=[_message(t) for t in valid], next_page_token=page_token)
 
     async def RevokeToken(self, request: Any, _context: Any) -> pb.RevokeTokenResponse:
-        auth, tokens = self._tokens()
+        auth, tokens = self._auth_and_tokens()
         if [t.token_id for t in tokens.valid() if ADMIN in t.roles] == [request.token_id]:
             raise PreconditionError(
                 f"{request.token_id} is the only valid token with the role admin, so it was not revoked: without it, "
-                "no caller could create tokens. First create another (`mgpuctl tokens create NAME --role admin`), and "
-                "use that to revoke this one"
+                "no caller could create tokens. Create another first (`mgpuctl tokens create NAME --role admin`), and "
+                "revoke this token with the new one"
             )
         token = auth.revoke(request.token_id)
         if token is None:
@@ -77,9 +75,9 @@ class TokenCalls:
                 "the token is revoked now, but after a restart of the master it may be valid again: revoke it again "
                 f"then. {error}"
             ) from None
-        return pb.RevokeTokenResponse(token=_token_message(token))
+        return pb.RevokeTokenResponse(token=_message(token))
 
-    def _tokens(self) -> tuple[Auth, Tokens]:
+    def _auth_and_tokens(self) -> tuple[Auth, Tokens]:
         """Returns the Auth and its tokens. Raises PreconditionError if the master runs without tokens."""
         auth = self._auth
         if auth is None or auth.tokens is None:
@@ -87,7 +85,7 @@ class TokenCalls:
         return auth, auth.tokens
 
 
-def _token_message(token: Token) -> pb.Token:
+def _message(token: Token) -> pb.Token:
     message = pb.Token(
         **{name: getattr(token, name) for name in ("token_id", "name", "worker_ids", "calls_max")},
         roles=[_ROLE_NUMBERS[r] for r in sorted(token.roles)],
