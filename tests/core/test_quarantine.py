@@ -345,6 +345,14 @@ def test_a_gpu_of_several_workers_counts_once() -> None:
     assert not fleet.core.quarantine.breaker.tripped_s
 
 
+def test_the_count_falls_once_the_window_has_passed() -> None:
+    fleet = Fleet().gpus(8)
+    fleet.says("w0", HANGS)
+    breaker = fleet.core.quarantine.breaker
+    assert breaker.count(fleet.now) == 1
+    assert breaker.count(fleet.now + breaker.window_s + 1.0) == 0
+
+
 def test_a_tripped_breaker_is_restored() -> None:
     fleet = Fleet()
     fleet.handle(ev.RestoreBreaker(5.0))

@@ -293,7 +293,7 @@ class Ledger:
     def _keep_log(self, task: Task) -> None:
         """Moves the log of the task's lease, which ends now, to the end of Extra.log, and stores its length."""
         log, extra, lease = task.log, task.ensure_extra(), task.lease
-        assert lease is not None, "only a leased task has a lease whose log can be kept"
+        assert lease is not None, "the task must be leased"
         self._set_log(extra, log)
         extra.log_lease_id, extra.log_part_chars = lease.lease_id, len(lease.log)
 

@@ -146,11 +146,12 @@ class Filter:
         if m.outcomes:
             states = {task_pb2.TASK_STATE_SETTLED}
         self.outcomes = _known_values(m.outcomes, task_pb2.OutcomeState)
-        self.live_states = states - {task_pb2.TASK_STATE_SETTLED} if states else {1, 2}  # QUEUED, LEASED
+        states = states or {task_pb2.TASK_STATE_QUEUED, task_pb2.TASK_STATE_LEASED, task_pb2.TASK_STATE_SETTLED}
+        self.live_states = states - {task_pb2.TASK_STATE_SETTLED}
         self.retrying = m.retrying
         if m.retrying:
             self.live_states &= {task_pb2.TASK_STATE_QUEUED}
-        self.settled = not m.retrying and (not states or task_pb2.TASK_STATE_SETTLED in states)
+        self.settled = not m.retrying and task_pb2.TASK_STATE_SETTLED in states
         self.queues = caller_queues()
         self.queue, self.kind, self.model, self.worker_id = m.queue, m.kind, m.model, m.worker_id
         self.after_s = seconds_of(m.submitted_after) if m.HasField("submitted_after") else 0.0

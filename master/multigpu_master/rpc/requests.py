@@ -23,8 +23,8 @@ WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
 # Limit of fields in a request that is larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
 FIELDS_MAX = 500_000
 
-PAGE_PREFIX = "p."  # a page token is p.NUMBER,
-NAME_PREFIX = "after."  # or after.NAME, with the last name on the page
+# A page token is p.NUMBER; or, in lists sorted by name, after.NAME with the last name on the page.
+PAGE_PREFIX, NAME_PREFIX = "p.", "after."
 CURSOR_PREFIX = "w."  # a Watch cursor is w.INCARNATION.NUMBER
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 # Limits of requests that need no token. gRPC itself accepts 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.

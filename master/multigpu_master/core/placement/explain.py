@@ -67,9 +67,8 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     free.sort(key=lambda c: (c.score, c.worker.newest_lease_number))
     # At least 1: this task, which queued() does not count unless it waits.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
-    compared = (
-        free if shape.world_size == 1 and not strategy.pinned else []
-    )  # no backlog of gangs or of pinned tasks is too small
+    # Gangs and pinned tasks load their model however few of them are queued.
+    compared = free if shape.world_size == 1 and not strategy.pinned else []
     for candidate in [c for c in compared if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)
